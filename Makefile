@@ -1,0 +1,37 @@
+# `make train` and `make test` do all their set-up: Python and make are enough.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+LANES ?= tf1 tf2-keras2 tf2
+TRAIN_DIR ?= runs/generated
+# With pyenv, the Pythons of all lanes have to be made visible.
+PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
+WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
+
+.PHONY: train test test-all lint clean
+
+train: $(VENV)/ready
+	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 8 --epochs 4 --train-dir $(TRAIN_DIR)
+
+test: $(VENV)/ready
+	$(RUN) -m pytest
+
+# Every lane whose Python this machine has; nox says which it left out.
+test-all: $(VENV)/nox
+	$(WITH_ALL_PYTHONS) $(VENV)/bin/nox -s $(LANES)
+
+lint: $(VENV)/ready
+	$(RUN) -m flake8
+
+clean:
+	rm -rf $(VENV) .nox build dist *.egg-info
+
+$(VENV)/ready: setup.cfg
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable ".[tensorflow,examples,test]"
+	touch $@
+
+$(VENV)/nox: $(VENV)/ready
+	$(RUN) -m pip install --quiet nox
+	touch $@

@@ -1,0 +1,1 @@
+"""CIFAR-10 on N towers: a ResNet, trained and evaluated from the command line."""

@@ -1,0 +1,238 @@
+"""CIFAR-10 from its official files, or images made here; and the input pipeline, on the host.
+
+The binary files (https://www.cs.toronto.edu/~kriz/cifar.html) hold records of one label byte and 3,072 bytes of red,
+green and blue planes; the Python files hold the same in pickles. Whatever is wrong with a file is a `DataError`.
+"""
+import hashlib
+import os
+import pickle
+import shutil
+import tarfile
+import tempfile
+import urllib.request
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+__all__ = ["DataError", "Dataset", "Images", "Pipeline", "download", "generate", "load"]
+
+CLASSES = 10
+IMAGE_SHAPE = (32, 32, 3)
+RECORDS_A_FILE = 10000
+ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+BINARY_FOLDER, PICKLE_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
+_RECORD = 1 + 3 * 32 * 32
+_PAD = 4
+# Mean and standard deviation of the training pixels of CIFAR-10, by channel.
+_MEAN = np.array([125.3, 123.0, 113.9], np.float32)
+_STD = np.array([63.0, 62.1, 66.7], np.float32)
+
+
+class DataError(ValueError):
+    """A data file is missing or is not what it should be; the message is one sentence for the person at the terminal."""
+
+
+class Images(NamedTuple):
+    """Images uint8 [n, 32, 32, 3] and labels int32 [n] from 0 to 9."""
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class Dataset(NamedTuple):
+    """What to train on, what to test on, and what to call it."""
+    train: Images
+    test: Images
+    name: str
+
+
+def load(data_dir):
+    """Reads CIFAR-10 from the binary or the Python files in `data_dir`, or in their official folder inside it.
+
+    Raises:
+      DataError: if a file is missing, truncated, oversized, or holds a label that is not from 0 to 9.
+    """
+    if not os.path.isdir(data_dir):
+        raise DataError("There is no folder %s." % data_dir)
+    train = ["data_batch_%d" % i for i in range(1, 6)]
+    for folder in (os.path.join(data_dir, BINARY_FOLDER), data_dir):
+        if os.path.exists(os.path.join(folder, "data_batch_1.bin")):
+            return Dataset(_join([_read_binary(os.path.join(folder, name + ".bin")) for name in train]),
+                           _read_binary(os.path.join(folder, "test_batch.bin")), "CIFAR-10")
+    for folder in (os.path.join(data_dir, PICKLE_FOLDER), data_dir):
+        if os.path.exists(os.path.join(folder, "data_batch_1")):
+            return Dataset(_join([_read_pickle(os.path.join(folder, name)) for name in train]),
+                           _read_pickle(os.path.join(folder, "test_batch")), "CIFAR-10")
+    raise DataError("There is no CIFAR-10 in %s: neither data_batch_1.bin nor data_batch_1 is there, nor in %s or %s. "
+                    "--download fetches it." % (data_dir, BINARY_FOLDER, PICKLE_FOLDER))
+
+
+def generate(num_train=5000, num_test=1000, seed=0):
+    """Makes images of ten classes that a small network can learn: gratings of five directions and two widths.
+
+    Phase, colours, contrast and noise are random, so no single pixel tells the class. This is not CIFAR-10.
+    """
+    rng = np.random.RandomState(seed)
+    return Dataset(_gratings(num_train, rng), _gratings(num_test, rng), "generated images (not CIFAR-10)")
+
+
+def _gratings(count, rng):
+    labels = np.arange(count) % CLASSES
+    rng.shuffle(labels)
+    angle = (labels % 5) * np.pi / 5 + rng.uniform(-0.12, 0.12, count)
+    width = np.where(labels < 5, 4.0, 9.0) * rng.uniform(0.85, 1.15, count)
+    y, x = np.mgrid[:32, :32]
+    across = x * np.cos(angle)[:, None, None] + y * np.sin(angle)[:, None, None]
+    wave = np.sin(2 * np.pi * across / width[:, None, None] + rng.uniform(0, 2 * np.pi, (count, 1, 1)))
+    colour = rng.uniform(-1, 1, (count, 1, 1, 3))
+    colour /= np.linalg.norm(colour, axis=-1, keepdims=True)
+    contrast = rng.uniform(25, 60, (count, 1, 1, 1))
+    background = rng.uniform(80, 175, (count, 1, 1, 3))
+    pixels = background + contrast * colour * wave[..., None] + rng.normal(0, 40, (count,) + IMAGE_SHAPE)
+    return Images(np.clip(pixels, 0, 255).astype(np.uint8), labels.astype(np.int32))
+
+
+def download(data_dir, url=ARCHIVE_URL, md5=ARCHIVE_MD5):
+    """Fetches the official archive into `data_dir`, checks it, and unpacks it in one step.
+
+    The folder appears under its name only when it is whole: an interrupted download leaves nothing behind that `load`
+    would read. Does nothing if the folder is there.
+
+    Raises:
+      DataError: if the archive can't be fetched or is not the official one.
+    """
+    folder = os.path.join(data_dir, BINARY_FOLDER)
+    if os.path.isdir(folder):
+        return folder
+    os.makedirs(data_dir, exist_ok=True)
+    scratch = tempfile.mkdtemp(prefix="download-", dir=data_dir)
+    try:
+        archive = os.path.join(scratch, "archive.tar.gz")
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response, open(archive, "wb") as out:
+                shutil.copyfileobj(response, out)
+        except OSError as error:
+            raise DataError("%s could not be fetched: %s." % (url, error)) from error
+        found = _md5(archive)
+        if found != md5:
+            raise DataError("%s is not the official archive: its MD5 is %s where %s was expected." % (url, found, md5))
+        with tarfile.open(archive) as tar:
+            for member in tar.getmembers():
+                if member.isfile() and os.path.dirname(member.name) == BINARY_FOLDER:
+                    tar.extract(member, scratch)
+        os.rename(os.path.join(scratch, BINARY_FOLDER), folder)
+    finally:
+        shutil.rmtree(scratch)
+    return folder
+
+
+def _md5(path):
+    digest = hashlib.md5()
+    with open(path, "rb") as f:
+        for block in iter(lambda: f.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _join(parts):
+    return Images(np.concatenate([p.images for p in parts]), np.concatenate([p.labels for p in parts]))
+
+
+def _read_binary(path):
+    if not os.path.exists(path):
+        raise DataError("The data file %s is missing." % path)
+    size, expected = os.path.getsize(path), RECORDS_A_FILE * _RECORD
+    if size != expected:
+        raise DataError("The data file %s is %s: it has %d bytes where %d were expected."
+                        % (path, "truncated" if size < expected else "too long", size, expected))
+    records = np.fromfile(path, np.uint8).reshape(RECORDS_A_FILE, _RECORD)
+    return _checked(records[:, 1:], records[:, 0], path)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads pickles of NumPy arrays, and refuses what would run code."""
+
+    def find_class(self, module, name):
+        if module.split(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError("it refers to %s.%s" % (module, name))
+
+
+def _read_pickle(path):
+    if not os.path.exists(path):
+        raise DataError("The data file %s is missing." % path)
+    try:
+        with open(path, "rb") as f:
+            content = _ArraysOnly(f, encoding="bytes").load()
+        data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise DataError("The data file %s can't be read: %s." % (path, str(error).rstrip(".") or type(error).__name__)) from error
+    if data.shape != (RECORDS_A_FILE, _RECORD - 1) or data.dtype != np.uint8 or labels.shape != (RECORDS_A_FILE,):
+        raise DataError("The data file %s holds %s %s and %d labels where uint8 (%d, %d) and %d were expected."
+                        % (path, data.dtype, data.shape, labels.size, RECORDS_A_FILE, _RECORD - 1, RECORDS_A_FILE))
+    return _checked(data, labels, path)
+
+
+def _checked(planes, labels, path):
+    wrong = np.flatnonzero((labels < 0) | (labels >= CLASSES))
+    if wrong.size:
+        raise DataError("The data file %s has the label %d in record %d; labels are 0 to %d."
+                        % (path, labels[wrong[0]], wrong[0], CLASSES - 1))
+    images = planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return Images(np.ascontiguousarray(images), labels.astype(np.int32))
+
+
+class Pipeline:
+    """Batches of (images float32 [b, 32, 32, 3], labels int32 [b]) from the host's memory, prefetched.
+
+    In training, images are padded by 4 pixels, cropped and flipped at random, as drawn from the seed, the epoch and the
+    image alone, and a last batch that is not full is left out. So an epoch begun again at any step goes on as it would
+    have.
+
+    Attributes:
+      batch: (images, labels), the tensors of the next batch.
+    """
+
+    def __init__(self, source, batch_size, training, seed=0):
+        self._source, self._batch_size, self._training, self._seed = source, batch_size, training, seed
+        with tf.device("/cpu:0"), tf.name_scope("input"):
+            self._images = tf.placeholder(tf.uint8, (None,) + IMAGE_SHAPE)
+            self._labels = tf.placeholder(tf.int32, [None])
+            self._order = tf.placeholder(tf.int64, [None])
+            self._epoch = tf.placeholder(tf.int64, [])
+            dataset = tf.data.Dataset.from_tensor_slices(self._order).map(self._example, num_parallel_calls=2)
+            dataset = dataset.batch(batch_size, drop_remainder=training).prefetch(4)
+            self._iterator = tf.data.make_initializable_iterator(dataset)
+            self.batch = self._iterator.get_next()
+
+    @property
+    def steps_an_epoch(self):
+        """How many batches an epoch has."""
+        count = len(self._source.labels)
+        return count // self._batch_size if self._training else -(-count // self._batch_size)
+
+    def start(self, session, epoch=0, skip=0):
+        """Starts an epoch at its batch number `skip`."""
+        order = np.arange(len(self._source.labels))
+        if self._training:
+            np.random.RandomState((self._seed * 1000003 + epoch) % 2**32).shuffle(order)
+        session.run(self._iterator.initializer, {
+            self._images: self._source.images, self._labels: self._source.labels,
+            self._order: order[skip * self._batch_size:], self._epoch: epoch})
+
+    def _example(self, index):
+        image = tf.gather(self._images, index)
+        if self._training:
+            image = _augment(image, tf.stack([self._seed + 7919 * self._epoch, index]))
+        image = (tf.cast(tf.reshape(image, IMAGE_SHAPE), tf.float32) - _MEAN) / _STD
+        return image, tf.gather(self._labels, index)
+
+
+def _augment(image, seed):
+    """Pads by 4, crops 32 x 32, and flips half of the images, as `seed`, int64 [2], says."""
+    draws = tf.random.stateless_uniform([3], seed)
+    offset = tf.cast(draws[:2] * (2 * _PAD + 1), tf.int32)
+    image = tf.pad(image, [[_PAD, _PAD], [_PAD, _PAD], [0, 0]])
+    image = tf.slice(image, tf.concat([offset, [0]], 0), IMAGE_SHAPE)
+    return tf.cond(draws[2] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)

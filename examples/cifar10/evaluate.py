@@ -1,0 +1,64 @@
+"""Evaluates a trained ResNet on the test images of CIFAR-10, with moving averages.
+
+    python -m examples.cifar10.evaluate --data-dir DATA --train-dir runs/cifar10
+
+The model is the one that the training left in --train-dir; its depth is read there.
+"""
+import argparse
+import os
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import numpy as np  # noqa: E402
+import tensorflow.compat.v1 as tf  # noqa: E402
+
+import towers  # noqa: E402
+from examples.cifar10 import data  # noqa: E402
+from examples.cifar10.checkpoint import UsageError, check_checkpoint, newest_checkpoint, read_settings  # noqa: E402
+from examples.cifar10.model import resnet  # noqa: E402
+from examples.cifar10.train import add_data_arguments, load_data, positive_int, tower_devices  # noqa: E402
+
+
+def main(argv=None):
+    """Runs the command line and returns the exit status: 0, or 2 for bad input."""
+    tf.disable_eager_execution()
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    parser = argparse.ArgumentParser(prog="python -m examples.cifar10.evaluate", description=__doc__.split("\n\n")[0])
+    add_data_arguments(parser)
+    parser.add_argument("--batch-size", type=positive_int, default=500, help="of all towers together (default 500)")
+    try:
+        evaluate(parser.parse_args(argv))
+        return 0
+    except (UsageError, data.DataError) as error:
+        print("error: %s" % error, file=sys.stderr)
+        return 2
+
+
+def evaluate(settings):
+    """Prints and returns the test accuracy of the newest checkpoint."""
+    checkpoint = newest_checkpoint(settings.train_dir)
+    trained = read_settings(settings.train_dir)
+    if not checkpoint or "depth" not in trained:
+        raise UsageError("There is no checkpoint in %s: train first, or name another --train-dir." % settings.train_dir)
+    dataset = load_data(settings)
+    if dataset.name != trained["data"]:
+        raise UsageError("The model in %s was trained on %s, and this is %s: name its --data-dir."
+                         % (settings.train_dir, trained["data"], dataset.name))
+    with tf.Graph().as_default():
+        pipeline = data.Pipeline(dataset.test, settings.batch_size, False)
+        builder = towers.TowerBuilder(tower_devices(settings.num_towers))
+        model_fn = resnet(trained["depth"], trained["sync_bn"], trained["weight_decay"])
+        correct = builder.build(model_fn, pipeline.batch, training=False).merged["correct"]
+        check_checkpoint(checkpoint, tf.global_variables(), trained["depth"])
+        with tf.Session(config=towers.session_config(builder.devices)) as session:
+            tf.train.Saver().restore(session, checkpoint)
+            pipeline.start(session)
+            right = np.concatenate([session.run(correct) for _ in range(pipeline.steps_an_epoch)])
+    accuracy = float(right.mean())
+    print("Test accuracy %.2f %% on %s, %s" % (100 * accuracy, dataset.name, checkpoint))
+    return accuracy
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""A ResNet for 32 x 32 images as a plain model function: `tf.nn`, `tf.get_variable`, and no word about towers.
+
+He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2015), section 4.2: depth 6n + 2, three stages of
+n blocks with 16, 32 and 64 channels, shortcuts without parameters. Depth 20 has 0.27 million parameters.
+"""
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+
+__all__ = ["resnet"]
+
+_MOMENTUM, _EPSILON = 0.9, 1e-5
+
+
+def resnet(depth=20, sync_bn=True, weight_decay=1e-4, classes=10):
+    """Returns a model function of images and labels.
+
+    Args:
+      depth: int, 6n + 2 with n of 1 or more.
+      sync_bn: whether batch norm takes the moments of all towers, or each tower's own.
+      weight_decay: float, times half the squared norm of all kernels, is added to the loss.
+      classes: int.
+
+    Returns:
+      A function of images, float32 [b, 32, 32, 3], and labels, int32 [b]. It returns a dict of "loss" (mean cross-entropy
+      plus weight decay), "accuracy" (scalar) and "correct" (bool [b]).
+
+    Raises:
+      ValueError: for another depth.
+    """
+    if depth < 8 or depth % 6 != 2:
+        raise ValueError("The depth of this ResNet is 6n + 2: 8, 14, 20, 32, 44, 56, 110; not %d." % depth)
+    batch_norm = _sync_batch_norm if sync_bn else _batch_norm
+
+    def model_fn(images, labels):
+        kernels = []
+        x = tf.nn.relu(batch_norm(_conv(images, 16, 1, "first", kernels), "first_bn"))
+        for stage, channels in enumerate((16, 32, 64)):
+            for block in range((depth - 2) // 6):
+                stride = 2 if stage and not block else 1
+                with tf.variable_scope("stage%d_block%d" % (stage, block)):
+                    x = _block(x, channels, stride, batch_norm, kernels)
+        x = tf.reduce_mean(x, [1, 2])
+        logits = _dense(x, classes, kernels)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+        decay = weight_decay * tf.add_n([tf.nn.l2_loss(kernel) for kernel in kernels])
+        correct = tf.equal(tf.argmax(logits, 1, output_type=tf.int32), labels)
+        accuracy = tf.reduce_mean(tf.cast(correct, tf.float32))
+        loss = tf.reduce_mean(losses) + decay
+        tf.summary.scalar("loss", loss)
+        tf.summary.scalar("accuracy", accuracy)
+        return {"loss": loss, "accuracy": accuracy, "correct": correct}
+
+    return model_fn
+
+
+def _block(x, channels, stride, batch_norm, kernels):
+    shortcut = x
+    if stride > 1:
+        more = channels - x.shape.as_list()[-1]
+        shortcut = tf.pad(x[:, ::stride, ::stride], [[0, 0], [0, 0], [0, 0], [more // 2, more - more // 2]])
+    x = tf.nn.relu(batch_norm(_conv(x, channels, stride, "conv1", kernels), "bn1"))
+    return tf.nn.relu(batch_norm(_conv(x, channels, 1, "conv2", kernels), "bn2") + shortcut)
+
+
+def _conv(x, channels, stride, name, kernels):
+    with tf.variable_scope(name):
+        shape = [3, 3, x.shape.as_list()[-1], channels]
+        kernel = tf.get_variable("kernel", shape, initializer=tf.variance_scaling_initializer(2.0, "fan_out"))
+        kernels.append(kernel)
+        return tf.nn.conv2d(x, kernel, strides=[1, stride, stride, 1], padding="SAME")
+
+
+def _dense(x, units, kernels):
+    with tf.variable_scope("dense"):
+        kernel = tf.get_variable("kernel", [x.shape.as_list()[-1], units], initializer=tf.glorot_uniform_initializer())
+        kernels.append(kernel)
+        return tf.matmul(x, kernel) + tf.get_variable("bias", [units], initializer=tf.zeros_initializer())
+
+
+def _sync_batch_norm(x, name):
+    return tf_syncbn.sync_batch_norm(x, momentum=_MOMENTUM, epsilon=_EPSILON, name=name)
+
+
+def _batch_norm(x, name):
+    """Ordinary batch norm, of each tower alone: the fused op, moving averages in UPDATE_OPS."""
+    with tf.variable_scope(name):
+        def variable(variable_name, initializer, trainable):
+            return tf.get_variable(variable_name, [x.shape.as_list()[-1]], initializer=initializer, trainable=trainable)
+        gamma, beta = variable("gamma", tf.ones_initializer(), True), variable("beta", tf.zeros_initializer(), True)
+        moving_mean = variable("moving_mean", tf.zeros_initializer(), False)
+        moving_variance = variable("moving_variance", tf.ones_initializer(), False)
+        if not towers.current_tower().training:
+            y, _, _ = tf.nn.fused_batch_norm(x, gamma, beta, moving_mean, moving_variance, _EPSILON, is_training=False)
+            return y
+        y, mean, variance = tf.nn.fused_batch_norm(x, gamma, beta, epsilon=_EPSILON, is_training=True)
+        for moving, batch in ((moving_mean, mean), (moving_variance, variance)):
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, (moving - batch) * (1 - _MOMENTUM)))
+        return y

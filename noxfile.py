@@ -1,0 +1,40 @@
+"""The lanes: every pair of Python and TensorFlow that the tests have to pass in."""
+import shutil
+import subprocess
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = False
+
+LANES = {
+    "tf1": (["3.7"], ["tensorflow==1.15.5", "protobuf<3.21", "numpy<1.19"]),
+    "tf2-keras2": (["3.11", "3.10", "3.9"], ["tensorflow==2.15.1"]),
+    "tf2": (["3.11", "3.12", "3.13", "3.10"], ["tensorflow"]),
+}
+# Towers and layers under TensorFlow 2's resource variables and control flow; the examples do not depend on it.
+GRAPH_ONLY_TESTS = ["tests", "--ignore=tests/examples"]
+
+
+def first_installed(versions):
+    """Returns the first Python that runs here, or the first of all for nox to report as missing."""
+    for version in versions:
+        program = shutil.which("python" + version)  # may be a version manager's shim for a Python that is not there
+        if program and subprocess.call([program, "-c", ""], stderr=subprocess.DEVNULL) == 0:
+            return version
+    return versions[0]
+
+
+def test_lane(session, requirements):
+    """Installs the project and one TensorFlow, and runs the tests in each behaviour that this TensorFlow has."""
+    session.install(".[test]", *requirements)
+    session.run("python", "-m", "pytest", *session.posargs)
+    if "1.15" not in requirements[0]:
+        session.run("python", "-m", "pytest", *GRAPH_ONLY_TESTS, *session.posargs,
+                    env={"TOWERS_TEST_BEHAVIOUR": "graph"})
+
+
+for name, (versions, requirements) in LANES.items():
+    def lane(session, requirements=requirements):
+        test_lane(session, requirements)
+    nox.session(lane, python=first_installed(versions), name=name)

@@ -1,0 +1,7 @@
+"""Batch normalization over all towers: N towers normalize with the moments of the whole batch.
+
+    y = tf_syncbn.sync_batch_norm(x, training=True)     # in a model function that towers.TowerBuilder builds
+"""
+from tf_syncbn.batch_norm import sync_batch_norm
+
+__all__ = ["sync_batch_norm"]

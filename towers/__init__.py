@@ -1,0 +1,41 @@
+"""Replicas of a model function across devices, trained as one, in TensorFlow graphs.
+
+    builder = towers.TowerBuilder(devices=["/gpu:0", "/gpu:1"])
+    replicas = builder.build(model_fn, (images, labels))
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
+"""
+try:
+    import tensorflow.compat.v1  # noqa: F401
+except ImportError as error:
+    raise ImportError("towers needs TensorFlow, 1.15 or 2.x, and it can't be imported here: install the build that fits "
+                      "your machine, such as `pip install tensorflow`.") from error
+
+from towers.batch import PerTower
+from towers.builder import Tower, TowerBuilder, Towers
+from towers.context import TowerContext, current_tower
+from towers.cross_tower import all_gather, all_reduce
+from towers.exchange import TowerMismatchError, exchange
+from towers.gradients import average_gradients, compute_gradients
+from towers.placement import session_config
+from towers.training import minimize
+from towers.update_ops import collect_update_ops
+from towers.version import __version__
+
+__all__ = [
+    "PerTower",
+    "Tower",
+    "TowerBuilder",
+    "TowerContext",
+    "TowerMismatchError",
+    "Towers",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "average_gradients",
+    "collect_update_ops",
+    "compute_gradients",
+    "current_tower",
+    "exchange",
+    "minimize",
+    "session_config",
+]

@@ -1,0 +1,261 @@
+"""Builds a model function once for each device, as towers that share variables and train as one.
+
+The model function stays as it is: it gets its share of the batch and returns its loss. What belongs to a tower is what
+the call of the model function made, never what matches a name prefix.
+"""
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from towers.batch import PerTower, count_examples, split_batch
+from towers.context import TowerContext, current_tower, enter_tower
+from towers.exchange import Meetings, TowerMismatchError
+from towers.graph_collections import TowerCollections
+from towers.placement import HOST, check_device, check_devices, find_devices, tower_device_function, variable_device
+from towers.sharing import VariableSharing
+
+__all__ = ["Tower", "TowerBuilder", "Towers"]
+
+
+class Tower(NamedTuple):
+    """One replica of the model function.
+
+    Fields:
+      context: `TowerContext`.
+      outputs: what the model function returned.
+      loss: scalar tensor, or None where the model function returned none.
+      weight: the tower's share of the global batch; all shares sum to 1. A float where it is known while the graph is
+        built, else a float64 scalar tensor. Where no tower's batch has a size, the towers share alike.
+      update_ops: list, what the model function added to `tf.GraphKeys.UPDATE_OPS`.
+      ops: list of all operations that the call of the model function made.
+    """
+    context: TowerContext
+    outputs: Any
+    loss: Any
+    weight: Any
+    update_ops: list
+    ops: list
+
+    @property
+    def name_scope(self):
+        """The name scope of the tower's ops, ending in "/"."""
+        return self.context.name_scope
+
+
+class Towers:
+    """The towers of one build, a sequence of `Tower`.
+
+    Attributes:
+      aggregation_device: str, where towers meet and gradients are averaged.
+      loss: the loss of the global batch, `sum_i weight_i * loss_i`, a scalar tensor; None where there is none. Towers
+        without examples count nothing, whatever their loss came to.
+    """
+
+    def __init__(self, towers, aggregation_device):
+        self._towers = tuple(towers)
+        self.aggregation_device = aggregation_device
+        self._merged = None
+        self.loss = None
+        if self[0].loss is not None:
+            with tf.name_scope("global_loss"), tf.device(aggregation_device):
+                self.loss = _weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
+
+    def __len__(self):
+        return len(self._towers)
+
+    def __getitem__(self, index):
+        return self._towers[index]
+
+    def __iter__(self):
+        return iter(self._towers)
+
+    def __repr__(self):
+        return "Towers(%s)" % ", ".join(tower.context.device for tower in self)
+
+    @property
+    def merged(self):
+        """The outputs of all towers as those of the global batch, in the structure that the model function returned.
+
+        Tensors of rank 1 or more are joined along axis 0 in the order of the towers. Scalars are averaged by weight;
+        integers and booleans among them are averaged as float32. Built at the first access, on the aggregation device.
+        """
+        if self._merged is None:
+            with tf.name_scope("merged"), tf.device(self.aggregation_device):
+                per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
+                leaves = [self._merge(list(leaf)) for leaf in zip(*per_tower)]
+                self._merged = tf.nest.pack_sequence_as(self[0].outputs, leaves)
+        return self._merged
+
+    def _merge(self, leaves):
+        leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
+        if leaves[0].shape.rank != 0:
+            return tf.concat(leaves, 0)
+        if not leaves[0].dtype.is_floating:
+            leaves = [tf.cast(leaf, tf.float32) for leaf in leaves]
+        weights = [tower.weight for tower in self]
+        return _weighted_sum(leaves, weights if None not in weights else [1.0 / len(self)] * len(self))
+
+
+class TowerBuilder:
+    """Replicates a model function across devices.
+
+    Args:
+      devices: list of str, one tower each, a device as often as wanted: `["/gpu:0", "/gpu:1"]`. None is every local GPU,
+        or one tower on the CPU where there is none.
+      aggregation_device: str, where towers meet and gradients are averaged. None is the first tower's device.
+      variable_placement: "host", the CPU's memory, or "first", the first tower's device.
+
+    Raises:
+      TypeError, ValueError: for devices or a placement that are none.
+
+    Example:
+
+        builder = towers.TowerBuilder(devices=["/gpu:0", "/gpu:1"])
+        replicas = builder.build(model_fn, (images, labels))
+        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
+    """
+
+    def __init__(self, devices=None, aggregation_device=None, variable_placement="host"):
+        self.devices = find_devices() if devices is None else check_devices(devices)
+        self.aggregation_device = check_device(aggregation_device or self.devices[0])
+        self.variable_placement = variable_placement
+        self._variables_device = variable_device(variable_placement, self.devices)
+
+    def build(self, model_fn, batch, training=True):
+        """Builds one tower for each device.
+
+        Variables are made in tower 0 and used by all; their names have no tower in them, so checkpoints of a model built
+        without towers load. Ops stand in the name scopes `tower_0`, `tower_1`, and so on. Collections: see
+        `towers.graph_collections`; of summaries tower 0's are kept. Variables that the surrounding variable scope reuses are
+        reused, so a second build under `reuse=True` shares those of the first.
+
+        Args:
+          model_fn: a function of the tower's batch. Returns its scalar loss, a mean over its examples; or a dict with a
+            "loss" and anything else; or any structure of tensors, if there is nothing to train. A "weight" in the dict,
+            a scalar, replaces the number of examples as the tower's share: the number of valid pixels, say.
+          batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or
+            `towers.PerTower`; or a function of the tower's `TowerContext` that makes its batch, on the host's CPU. A
+            tuple reaches `model_fn` as positional arguments, anything else as its one argument.
+          training: bool or scalar bool tensor, for layers that ask `current_tower().training`.
+
+        Returns:
+          `Towers`.
+
+        Raises:
+          RuntimeError: under eager execution, or inside a tower.
+          TypeError, ValueError: for a model function or batch that can't be used, or a loss that is no scalar.
+          TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs.
+        """
+        _check_call(model_fn)
+        meetings = Meetings(self.devices, self.aggregation_device)
+        collections, sharing = TowerCollections(), VariableSharing()
+        batches = self._divide(batch)
+        shared_updates, towers, counts = [], [], []
+        for index, device in enumerate(self.devices):
+            with tf.name_scope("tower_%d" % index) as name_scope:
+                context = TowerContext(index, len(self.devices), device, self.aggregation_device, training, name_scope,
+                                       meetings, shared_updates)
+                args = _arguments(batches[index], context)
+                first_op = len(tf.get_default_graph().get_operations())
+                with collections.tower(index) as added, sharing.scope(index, name_scope), enter_tower(context), tf.device(
+                        tower_device_function(device, self._variables_device)):
+                    outputs = model_fn(*args)
+            meetings.check_complete(index)
+            counts.append(_count(outputs, args))
+            towers.append(Tower(context, outputs, _loss_of(outputs, index), None, added[tf.GraphKeys.UPDATE_OPS],
+                                tf.get_default_graph().get_operations()[first_op:]))
+        _check_alike(towers)
+        weights = _shares(counts, self.aggregation_device)
+        return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
+
+    def _divide(self, batch):
+        num_towers = len(self.devices)
+        if callable(batch):
+            return [batch] * num_towers
+        if not isinstance(batch, PerTower):
+            return split_batch(batch, num_towers)
+        if len(batch.batches) != num_towers:
+            raise ValueError("PerTower holds %d batches for %d towers: one for each is needed."
+                             % (len(batch.batches), num_towers))
+        return batch.batches
+
+
+def _check_call(model_fn):
+    if not callable(model_fn):
+        raise TypeError("model_fn has to be a function of a tower's batch, not %r." % (model_fn,))
+    if tf.executing_eagerly():
+        raise RuntimeError("towers builds TensorFlow 1 graphs, and eager execution is on: call "
+                           "tf.compat.v1.disable_eager_execution() when the program starts, or build within "
+                           "`with tf.Graph().as_default():`.")
+    if current_tower() is not None:
+        raise RuntimeError("TowerBuilder.build was called by a model function, inside tower %d: towers can't be nested."
+                           % current_tower().index)
+
+
+def _arguments(batch, context):
+    if callable(batch):
+        with tf.device(HOST), tf.name_scope("batch"):
+            batch = batch(context)
+    batch = tf.nest.map_structure(lambda leaf: leaf if hasattr(leaf, "graph") else tf.convert_to_tensor(leaf), batch)
+    return batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
+
+
+def _count(outputs, args):
+    if isinstance(outputs, dict) and "weight" in outputs:
+        weight = tf.convert_to_tensor(outputs["weight"])
+        if weight.shape.rank not in (0, None):
+            raise ValueError("The \"weight\" of a tower has to be a scalar; %r has shape %s." % (weight.name, weight.shape))
+        return tf.stop_gradient(weight)
+    return count_examples(args)
+
+
+def _loss_of(outputs, index):
+    if isinstance(outputs, dict) and "loss" in outputs:
+        loss = tf.convert_to_tensor(outputs["loss"])
+        if loss.shape.rank not in (0, None) or not loss.dtype.is_floating:
+            raise ValueError("The loss of tower %d has to be a floating point scalar; %r is %s of shape %s. Average it "
+                             "over the tower's examples." % (index, loss.name, loss.dtype.name, loss.shape))
+        return loss
+    is_loss = tf.is_tensor(outputs) and outputs.dtype.is_floating and outputs.shape.rank == 0
+    return outputs if is_loss else None
+
+
+def _check_alike(towers):
+    first = towers[0]
+    for tower in towers[1:]:
+        index = tower.context.index
+        try:
+            tf.nest.assert_same_structure(first.outputs, tower.outputs)
+        except (TypeError, ValueError) as error:
+            raise TowerMismatchError("The model function returned another structure in tower %d than in tower 0: %s"
+                                     % (index, error)) from error
+        if (first.loss is None) != (tower.loss is None):
+            raise TowerMismatchError("The model function returned a scalar loss in only one of the towers 0 and %d." % index)
+
+
+def _shares(counts, device):
+    """Returns each tower's share of the sum of `counts`, floats where all counts are ints."""
+    if all(count is None for count in counts):
+        return [1.0 / len(counts)] * len(counts)
+    if None in [count if count is None else 0 for count in counts]:
+        raise TowerMismatchError("Some towers' batches hold a tensor of rank 1 or more and others' do not, so their "
+                                 "shares of the global batch are unknown: return a \"weight\" from the model function.")
+    if all(isinstance(count, int) for count in counts):
+        if not sum(counts):
+            raise ValueError("The batches of all towers are empty.")
+        return [count / sum(counts) for count in counts]
+    with tf.name_scope("weights"), tf.device(device):
+        counts = [tf.cast(count, tf.float64) for count in counts]
+        total = tf.add_n(counts)
+        return [tf.div_no_nan(count, total) for count in counts]
+
+
+def _weighted_sum(values, weights):
+    return tf.add_n([_weighted(value, weight) for value, weight in zip(values, weights)])
+
+
+def _weighted(value, weight):
+    if isinstance(weight, float):
+        return value * weight if weight else tf.zeros_like(value)
+    # Not a product alone: the mean loss of an empty tower is NaN, and NaN survives a product with zero.
+    return tf.where_v2(weight > 0, value * tf.cast(weight, value.dtype), tf.zeros_like(value))

@@ -1,0 +1,128 @@
+"""Sums and joins over all towers, with their gradients: for losses, metrics and layers that need the whole batch.
+
+The gradient of a sum over towers is a sum over towers, so the backward pass meets by the very function of the forward
+one, to any order of derivative. `tf.gradients` of one tower's loss never walks through another tower's graph.
+"""
+import tensorflow.compat.v1 as tf
+
+from towers.context import current_tower
+from towers.exchange import exchange, gradient_place, meet_at, next_place, remember_place
+
+__all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
+
+
+def all_reduce(tensor, reduction="sum", name=None):
+    """Sums or averages a tensor over all towers; every tower gets the result.
+
+        sum_i x_i    or    sum_i x_i / N,    N towers
+
+    Towers meet here, forward, and again in each gradient. The mean counts every tower alike, whatever the sizes of
+    their batches: for the mean over examples of uneven towers, divide the sum of sums by the sum of counts.
+
+    Args:
+      tensor: floating point or integer tensor, of the same shape and dtype in every tower.
+      reduction: "sum" or "mean"; "mean" takes floating point only.
+      name: str, optional name scope.
+
+    Returns:
+      A tensor of the shape and dtype of `tensor`. Outside of towers, `tensor` itself.
+
+    Raises:
+      ValueError: for another reduction.
+      TypeError: for the mean of integers, or a bool tensor.
+      TowerMismatchError: where towers differ, see `towers.exchange`.
+    """
+    if reduction not in ("sum", "mean"):
+        raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
+    tower = current_tower()
+    with tf.name_scope(name, "all_reduce"):
+        tensor = tf.convert_to_tensor(tensor)
+        if tensor.dtype == tf.bool or (reduction == "mean" and not tensor.dtype.is_floating):
+            raise TypeError("all_reduce takes no %s of %s tensors (%r): cast it first."
+                            % (reduction, tensor.dtype.name, tensor.name))
+        if tower is None:
+            return tensor
+        total = cross_tower_sum_at(next_place("all_reduce " + reduction, [tensor]), tensor)
+        return total if reduction == "sum" else total / tf.cast(tower.num_towers, total.dtype)
+
+
+def all_gather(tensor, name=None):
+    """Joins the tensors of all towers along axis 0, in the order of the towers; every tower gets the result.
+
+    Towers meet here, forward, and again in each gradient. The towers' parts may differ in size along axis 0.
+
+    Args:
+      tensor: tensor of rank 1 or more, alike in every tower but for axis 0.
+      name: str, optional name scope.
+
+    Returns:
+      A tensor of the dtype of `tensor`, its size along axis 0 the sum over towers. Outside of towers, `tensor` itself.
+
+    Raises:
+      ValueError: if the rank is 0 or unknown.
+      TowerMismatchError: where towers differ, see `towers.exchange`.
+    """
+    tower = current_tower()
+    with tf.name_scope(name, "all_gather"):
+        tensor = tf.convert_to_tensor(tensor)
+        if not tensor.shape.rank:
+            raise ValueError("all_gather joins along axis 0 and needs a known rank of 1 or more; %r has shape %s."
+                             % (tensor.name, tensor.shape))
+        if tower is None:
+            return tensor
+        place = next_place("all_gather", [tensor])
+        joined_shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
+        joined, offset = meet_at(place, [tensor], _join, [(tensor.dtype, joined_shape), (tf.int32, [])])
+        return _with_gradient("TowersAllGather", [joined, tensor, offset], place)
+
+
+def cross_tower_sum_at(place, tensor, group_size=None):
+    """Sums a tensor over towers at a place, with its gradient: what gradients of cross-tower functions are made of.
+
+    Args:
+      place: from `towers.exchange.next_place` or `gradient_place`.
+      tensor: floating point or integer tensor, of the same shape and dtype in every tower.
+      group_size: int, the sum is taken over each group of so many consecutive towers; None is all of them.
+
+    Returns:
+      A tensor of the shape and dtype of `tensor`.
+    """
+    def add(per_tower):
+        size = group_size or len(per_tower)
+        groups = [per_tower[i:i + size] for i in range(0, len(per_tower), size)]
+        return [[total] for group in groups for total in [tf.add_n([part for part, in group])] * size]
+
+    total, = meet_at(place, [tensor], add, [(tensor.dtype, tensor.shape)])
+    return _with_gradient("TowersSum", [total, tensor], place, group_size)
+
+
+def _with_gradient(gradient, tensors, place, group_size=None):
+    # Not tf.custom_gradient: wiring a stand-in while it builds its function raises "grad_fn must accept 'variables'".
+    with tf.get_default_graph().gradient_override_map({"IdentityN": gradient}):
+        outputs = tf.identity_n(tensors)
+    remember_place(outputs[0].op, place, group_size)
+    return outputs[0]
+
+
+def _join(per_tower):
+    parts = [part for part, in per_tower]
+    offsets, end = [], tf.constant(0)
+    for part in parts:
+        offsets.append(end)
+        end += tf.shape(part)[0]
+    joined = tf.concat(parts, 0)
+    return [[joined, offset] for offset in offsets]
+
+
+@tf.RegisterGradient("TowersSum")
+def _sum_gradient(op, dy, _):
+    place, group_size = gradient_place(op)
+    return None, cross_tower_sum_at(place, tf.convert_to_tensor(dy), group_size)
+
+
+@tf.RegisterGradient("TowersAllGather")
+def _all_gather_gradient(op, dy, *_):
+    total = cross_tower_sum_at(gradient_place(op)[0], tf.convert_to_tensor(dy))
+    _, part, offset = op.inputs
+    begin = tf.concat([[offset], tf.zeros([part.shape.rank - 1], tf.int32)], 0)
+    return None, tf.slice(total, begin, tf.shape(part)), None

@@ -1,0 +1,281 @@
+"""Where towers meet, without waiting for one another.
+
+A tower that comes to an exchange leaves its contribution and takes a stand-in: a tensor with the dtype and shape of the
+result that fails when it is run. When the last tower has come, the aggregate of all contributions is built on the
+aggregation device and becomes the input of every stand-in. What ties towers together are data edges alone: there is no
+rendezvous by name, so nothing can hang, and each model function stays plain sequential code.
+
+Gradients do not pass a stand-in. Functions that want a gradient (`towers.cross_tower`) hang it on an op of their own,
+remember with `remember_place` where that op stands, and meet again from its gradient function at `gradient_place`. A
+backward meeting is known by its forward exchange and the number of the gradient call, never by a global order, so towers
+may be differentiated in any order, more than once, and within the model function.
+
+This is the only file of the project that calls private TensorFlow functions; `tests/test_canaries.py` watches them.
+"""
+import contextlib
+import re
+from typing import NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from towers.context import current_tower
+
+__all__ = ["TowerMismatchError", "exchange"]
+
+_ORIGINS = "_towers_exchange_places"  # attribute of a graph: name of an op -> (its _Place, detail, {gradient label: calls so far})
+
+
+class TowerMismatchError(ValueError):
+    """Towers that have to be alike differ: in their exchanges, variables, outputs or gradients."""
+
+
+class _Place(NamedTuple):
+    """A point of one tower where it meets the others; the same `key` in every tower."""
+    meetings: "Meetings"
+    tower: int
+    key: tuple
+
+
+class _Exchange(NamedTuple):
+    """What tower 0 came to a forward exchange with, for later towers to be held against."""
+    name: str
+    kind: str
+    dtypes: tuple
+    shapes: tuple
+
+    def __str__(self):
+        contributions = ["%s%s" % (dtype.name, shape) for dtype, shape in zip(self.dtypes, self.shapes)]
+        return "%s %r of %s" % (self.kind, self.name, ", ".join(contributions))
+
+
+class Meetings:
+    """All exchanges of the towers of one build, forward and backward.
+
+    Args:
+      devices: list of str, the towers' devices.
+      aggregation_device: str, where aggregates are computed.
+    """
+
+    def __init__(self, devices, aggregation_device):
+        self.graph = tf.get_default_graph()
+        self.num_towers = len(devices)
+        self.aggregation_device = aggregation_device
+        self._control_flow = control_flow_now(self.graph)
+        self._forward = []  # the exchanges of tower 0, in its order
+        self._left = [0] * self.num_towers  # how many exchanges each tower has left so far
+        self._arrivals = {}  # key -> {tower: (stand-ins, contributions)}, until the last tower comes
+        self._flow_at = {}  # key -> the control flow that its first tower came in
+        self._gradient_label = None
+        self._num_gradient_passes = 0
+
+    def forward_place(self, tower, name, kind, contributions):
+        """Returns the `_Place` of a tower's next exchange; raises where it is not tower 0's exchange of that turn."""
+        graph = tf.get_default_graph()
+        if graph is not self.graph or control_flow_now(graph) is not self._control_flow:
+            raise ValueError(
+                "%s %r stands inside a tf.cond, a tf.while_loop, a tf.function or another graph. Towers can meet only "
+                "where every tower comes each step: move it out, or choose between its results with tf.where."
+                % (kind, name))
+        came = _Exchange(name, kind, tuple(c.dtype.base_dtype for c in contributions),
+                         tuple(str(c.shape) for c in contributions))
+        turn = self._left[tower]
+        if tower == 0:
+            self._forward.append(came)
+        elif turn == len(self._forward):
+            raise TowerMismatchError("Tower %d has an exchange that tower 0 has not: %s, its number %d. %s"
+                                     % (tower, came, turn, _ALIKE))
+        else:
+            self._check_alike(tower, turn, came)
+        self._left[tower] += 1
+        return _Place(self, tower, (turn,))
+
+    def _check_alike(self, tower, turn, came):
+        expected = self._forward[turn]
+        alike = (came.kind, came.dtypes) == (expected.kind, expected.dtypes) and all(
+            _compatible(a, b) for a, b in zip(came.shapes, expected.shapes))
+        # Keras numbers its layers through the graph ('dense_3' in tower 1 where tower 0 has 'dense'). Such a name counts
+        # as the same only if tower 0 has no exchange of that very name, which would mean another order.
+        elsewhere = any(came.name == other.name for other in self._forward)
+        same_name = came.name == expected.name or (
+            not elsewhere and _without_numbers(came.name) == _without_numbers(expected.name))
+        if not (alike and same_name):
+            raise TowerMismatchError("Towers differ at exchange %d: tower 0 has %s, tower %d has %s. %s"
+                                     % (turn, expected, tower, came, _ALIKE))
+
+    def check_complete(self, tower):
+        """Raises `TowerMismatchError` if a tower whose model function returned left fewer exchanges than tower 0."""
+        if self._left[tower] < len(self._forward):
+            raise TowerMismatchError(
+                "Tower %d has %d exchanges and tower 0 has %d; the first that tower %d lacks is %s. %s"
+                % (tower, self._left[tower], len(self._forward), tower, self._forward[self._left[tower]], _ALIKE))
+
+    def name_of(self, place):
+        """Returns the name of the layer that a place belongs to, relative to its tower."""
+        return self._forward[place.key[0]].name
+
+    @contextlib.contextmanager
+    def gradient_pass(self):
+        """Holds the gradient calls of one pass over all towers apart from the caller's others, and checks them.
+
+        Raises `TowerMismatchError` at the end if a gradient passed through an exchange in some towers and not in others.
+        """
+        outer, self._gradient_label = self._gradient_label, "pass %d" % self._num_gradient_passes
+        label = self._gradient_label
+        self._num_gradient_passes += 1
+        try:
+            yield
+        finally:
+            self._gradient_label = outer
+        for key, arrivals in self._arrivals.items():
+            if isinstance(key[-1], tuple) and key[-1][0] == label:
+                missing = [i for i in range(self.num_towers) if i not in arrivals]
+                raise TowerMismatchError(
+                    "The gradient passes through %s in tower %d and not in tower %d, so the towers' losses do not depend "
+                    "on it alike. %s" % (self._forward[key[0]], min(arrivals), missing[0], _ALIKE))
+
+    def label_gradient(self):
+        """Returns what tells apart the gradient calls of model functions, of passes over all towers, and all others."""
+        return self._gradient_label or ("model" if current_tower() is not None else "call")
+
+    def meet(self, place, contributions, aggregate, results, name):
+        """Takes a tower's contributions and returns its stand-ins; see `meet_at`."""
+        flow = control_flow_now(tf.get_default_graph())
+        if self._flow_at.setdefault(place.key, flow) is not flow:
+            raise TowerMismatchError(
+                "Towers meet at %r, and tower %d's part lies in another loop or branch than the earlier towers'. Build "
+                "the towers and take all their gradients inside the same one." % (name, place.tower))
+        stand_ins = []
+        for dtype, shape in results:
+            # Running a stand-in that no aggregate was wired to fails by the placeholder's name, which says layer and tower.
+            unmet = tf.placeholder(dtype, shape, name="unmet_exchange")
+            stand_ins.append(tf.stop_gradient(unmet, name="met"))
+        arrivals = self._arrivals.setdefault(place.key, {})
+        arrivals[place.tower] = stand_ins, list(contributions)
+        if len(arrivals) == self.num_towers:
+            self._wire(place.key, name, aggregate)
+        return stand_ins
+
+    def _wire(self, key, name, aggregate):
+        arrivals = self._arrivals.pop(key)
+        order = range(self.num_towers)
+        # A gradient function runs colocated with its forward op, which would win over the device.
+        with tf.get_default_graph().colocate_with(None, ignore_existing=True), tf.device(self.aggregation_device):
+            with tf.name_scope(None), tf.name_scope("cross_tower/" + name):
+                per_tower = aggregate([arrivals[i][1] for i in order])
+        for i in order:
+            for stand_in, result in zip(arrivals[i][0], per_tower[i]):
+                stand_in.op._update_input(0, result)  # pylint: disable=protected-access
+
+
+_ALIKE = "The model function has to build the same exchanges (synchronized layers, all_reduce, ...) in every tower."
+
+
+def exchange(contributions, aggregate, results, kind="exchange", name=None):
+    """Leaves this tower's contributions and returns what the aggregate of all towers' holds for it.
+
+    Towers meet here. Outside of towers `aggregate` gets the one list of contributions and is computed where it stands.
+    Gradients do not pass: what is returned is a constant to `tf.gradients`. `towers.all_reduce` and
+    `towers.all_gather` are exchanges with gradients.
+
+    Args:
+      contributions: list of tensors, this tower's; the same number and dtypes in every tower.
+      aggregate: a function of a list over towers of lists of contributions. Returns a list over towers of lists of
+        tensors, what each tower gets. It is called once, with the aggregation device in force, when the last tower
+        has come; the call that the last tower made is the one that counts.
+      results: list of (dtype, shape) pairs, one for each tensor that a tower gets. Shapes may be partially known.
+      kind: str, what this is, for messages.
+      name: str, the name scope of the ops and the name in messages.
+
+    Returns:
+      A list of tensors, one for each pair in `results`.
+
+    Raises:
+      TowerMismatchError: (a ValueError) if this is not the exchange that tower 0 made in this turn. Towers that left
+        fewer are found when the tower is complete.
+      ValueError: inside control flow or in another graph than the towers'.
+    """
+    tower = current_tower()
+    with tf.name_scope(name, kind.replace(" ", "_")):
+        contributions = [tf.convert_to_tensor(c) for c in contributions]
+        if tower is None:
+            return [tf.stop_gradient(r) for r in aggregate([contributions])[0]]
+        return meet_at(next_place(kind, contributions), contributions, aggregate, results)
+
+
+def next_place(kind, contributions):
+    """Returns the place in the current tower that stands for the exchange about to be made, checked against tower 0."""
+    tower = current_tower()
+    scope = tf.get_default_graph().get_name_scope() + "/"
+    name = scope[len(tower.name_scope):] if scope.startswith(tower.name_scope) else scope
+    return tower.meetings.forward_place(tower.index, name.rstrip("/"), kind, contributions)
+
+
+def meet_at(place, contributions, aggregate, results):
+    """Leaves contributions at a place, as `exchange` does, and returns the stand-ins of its results."""
+    name = place.meetings.name_of(place) + ("/gradient" * (len(place.key) - 1))
+    return place.meetings.meet(place, contributions, aggregate, results, name)
+
+
+def remember_place(op, place, detail=None):
+    """Notes that the gradient of `op` has to meet the other towers' at a place that belongs to `place`.
+
+    Args:
+      op: the operation whose gradient function will ask.
+      place: from `next_place` or `gradient_place`; None for an op outside of towers.
+      detail: anything that the gradient function wants back.
+    """
+    origins = getattr(op.graph, _ORIGINS, None)
+    if origins is None:
+        origins = {}
+        setattr(op.graph, _ORIGINS, origins)
+    origins[op.name] = place, detail, {}
+
+
+def gradient_place(op):
+    """Returns where the gradient of `op` meets those of the other towers, and the detail that was noted with `op`.
+
+    Returns:
+      (place, detail): the place is a new one for each gradient call, and None for an op outside of towers.
+
+    Raises:
+      ValueError: if `op` was not made by this process's towers, as in a graph imported from a MetaGraph.
+    """
+    origin = getattr(op.graph, _ORIGINS, {}).get(op.name)
+    if origin is None:
+        raise ValueError("No gradient passes the exchange %r: its graph was imported, and only the graph that "
+                         "TowerBuilder.build made knows which towers meet there. Build the towers anew." % op.name)
+    place, detail, calls = origin
+    if place is not None:
+        label = place.meetings.label_gradient()
+        number = calls[label] = calls.get(label, -1) + 1
+        place = place._replace(key=place.key + ((label, number),))
+    return place, detail
+
+
+def _without_numbers(name):
+    return re.sub(r"_\d+(?=/|$)", "", name)
+
+
+def _compatible(shape, other):
+    # Towers' contributions may differ in size (a gathered batch), not in rank.
+    return shape == other or shape.count(",") == other.count(",") or "unknown" in (shape + other)
+
+
+def control_flow_now(graph):
+    """Returns the tf.cond or tf.while_loop (of control flow v1) that ops are being added to, or None."""
+    return graph._get_control_flow_context()  # pylint: disable=protected-access
+
+
+def control_flow_of(op):
+    """Returns the tf.cond or tf.while_loop (of control flow v1) that an op belongs to, or None."""
+    return op._get_control_flow_context()  # pylint: disable=protected-access
+
+
+def rewire(op, index, tensor):
+    """Makes `tensor` the input number `index` of an op that exists already."""
+    op._update_input(index, tensor)  # pylint: disable=protected-access
+
+
+def run_after(op, earlier):
+    """Makes an op that exists already run after the ops `earlier`."""
+    op._add_control_inputs(list(earlier))  # pylint: disable=protected-access

@@ -1,0 +1,139 @@
+"""Gradients of all towers, and their average.
+
+The towers' shares of the global batch go in before the backward pass: tower i differentiates `N * weight_i * loss_i`, N
+towers. What crosses towers in the backward pass is then already the gradient of the global loss, and the plain mean over
+towers is the gradient of `sum_i weight_i * loss_i` through every exchange. Weighting finished gradients instead would be
+wrong wherever towers met.
+"""
+import warnings
+
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import TowerMismatchError
+
+__all__ = ["average_gradients", "compute_gradients"]
+
+
+def compute_gradients(replicas, optimizer, var_list=None):
+    """Computes every tower's gradients by `optimizer.compute_gradients`, on the tower's device.
+
+    Towers meet in the backward pass wherever they met in the forward pass. The backward pass of a tower starts when its
+    loss is known, so that nothing of its forward pass is left to read variables when they are updated.
+
+    Args:
+      replicas: `Towers` with a loss.
+      optimizer: a `tf.train.Optimizer`.
+      var_list: list of variables; None is all trainable variables of the graph.
+
+    Returns:
+      A list over towers of lists of (gradient, variable), in the same order of variables: `tower_grads[tower][variable]`.
+      A gradient is a tensor, `tf.IndexedSlices`, or None where the loss of that tower does not depend on the variable.
+
+    Raises:
+      TypeError: if `optimizer` is no `tf.train.Optimizer`.
+      ValueError: if the towers have no loss, or no gradient is left in any tower.
+      TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
+    """
+    if not isinstance(optimizer, tf.train.Optimizer):
+        raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
+    _check_loss(replicas)
+    tower_grads = []
+    with replicas[0].context.meetings.gradient_pass():
+        for tower in replicas:
+            with tf.device(tower.context.device), tf.name_scope(tower.name_scope):
+                tower_grads.append(_tower_gradients(tower, len(replicas), optimizer, var_list))
+    if all(gradient is None for grads in tower_grads for gradient, _ in grads):
+        raise ValueError("No gradient reaches any of the variables %s: the loss %r does not depend on them."
+                         % ([variable.op.name for _, variable in tower_grads[0]], replicas[0].loss.name))
+    return tower_grads
+
+
+def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
+    """Averages gradients over towers, once the update ops have run.
+
+        g_v = sum_i g_iv / N,    N towers
+
+    Args:
+      tower_grads: list over towers of lists of (gradient, variable), as `compute_gradients` returns it.
+      update_ops: list of operations and tensors that run before any gradient is averaged, `collect_update_ops` say.
+      aggregation_device: str, the device that averages; None leaves it to the surrounding `tf.device`.
+
+    Returns:
+      A list of (gradient, variable). A gradient that is None in every tower is left out. One that is None in some towers
+      counts as zero there: the divisor stays N. `tf.IndexedSlices` stay sparse: joined, their values divided by N;
+      where some towers have dense gradients of the same variable, they become dense.
+
+    Raises:
+      TowerMismatchError: (a ValueError) where the towers' lists hold other variables.
+      ValueError: if there is no tower, or no gradient.
+
+    Warns:
+      UserWarning: if `update_ops` is left out while `tf.GraphKeys.UPDATE_OPS` holds some, which then never run.
+    """
+    _check_variables(tower_grads)
+    if update_ops is None:
+        update_ops = []
+        if tf.get_collection(tf.GraphKeys.UPDATE_OPS):
+            warnings.warn("Gradients are averaged without update ops though tf.GraphKeys.UPDATE_OPS holds some, so "
+                          "moving averages will not be updated: pass update_ops=towers.collect_update_ops(replicas), "
+                          "or [] if that is meant.", stacklevel=2)
+    averaged = []
+    with tf.name_scope("average_gradients"), tf.device(aggregation_device), tf.control_dependencies(update_ops):
+        for pairs in zip(*tower_grads):
+            gradients = [gradient for gradient, _ in pairs if gradient is not None]
+            if gradients:
+                averaged.append((_mean(gradients, len(tower_grads)), pairs[0][1]))
+    if not averaged:
+        raise ValueError("There is no gradient to average: it is None for every variable in every tower.")
+    return averaged
+
+
+def _tower_gradients(tower, num_towers, optimizer, var_list):
+    loss, weight = tower.loss, tower.weight
+    with tf.name_scope("loss_gradient"), tf.control_dependencies([loss]):
+        if isinstance(weight, float):
+            scale = tf.constant(num_towers * weight, loss.dtype, name="share")
+        else:
+            scale = tf.cast(num_towers * weight, loss.dtype, name="share")
+    # Ungated, TensorFlow 1.15 applied some variables' updates while others' gradients still read them.
+    grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=tf.train.Optimizer.GATE_OP,
+                                        colocate_gradients_with_ops=True, grad_loss=scale)
+    if isinstance(weight, float):
+        return grads
+    return [(_without_nan_of_empty(gradient, weight), variable) for gradient, variable in grads]
+
+
+def _without_nan_of_empty(gradient, weight):
+    """Takes out the NaN that a tower without examples makes of 0 times the derivative of a mean over nothing."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_without_nan_of_empty(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    counts = tf.logical_or(weight > 0, tf.is_finite(gradient))
+    return tf.where_v2(counts, gradient, tf.zeros_like(gradient))
+
+
+def _mean(gradients, num_towers):
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return tf.IndexedSlices(tf.concat([g.values for g in gradients], 0) / num_towers,
+                                tf.concat([g.indices for g in gradients], 0), gradients[0].dense_shape)
+    gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    if num_towers == 1:
+        return tf.identity(gradients[0])  # tf.add_n would return its argument and make no op to wait for the updates
+    return tf.multiply(tf.add_n(gradients) if len(gradients) > 1 else gradients[0], 1.0 / num_towers)
+
+
+def _check_loss(replicas):
+    if replicas[0].loss is None:
+        raise ValueError("The model function returned no loss: it has to return a scalar, or a dict with a \"loss\". It "
+                         "returned %r." % (replicas[0].outputs,))
+
+
+def _check_variables(tower_grads):
+    if not tower_grads:
+        raise ValueError("tower_grads is empty: it has to hold the gradients of one tower at least.")
+    first = [variable for _, variable in tower_grads[0]]
+    for index, grads in enumerate(tower_grads):
+        if len(grads) != len(first) or any(a is not b for a, (_, b) in zip(first, grads)):
+            raise TowerMismatchError("Tower %d has gradients of %s and tower 0 of %s: the lists have to agree."
+                                     % (index, [v.op.name for _, v in grads], [v.op.name for v in first]))

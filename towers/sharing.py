@@ -1,0 +1,132 @@
+"""One set of variables for all towers, however the model function makes them.
+
+`tf.get_variable` is shared by a reused variable scope. `tf.Variable`, and layers that make their variables by it, are
+shared by a creator scope that hands a later tower the variable tower 0 made under the same relative name, or else, since
+Keras numbers its layers through the graph, the next one of the same base name, shape, dtype and trainable flag. A match
+by turn alone gave wrong variables in silence where towers made theirs in another order.
+"""
+import contextlib
+
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import TowerMismatchError
+
+__all__ = ["VariableSharing"]
+
+
+class VariableSharing:
+    """The variables of one build: made in tower 0, handed out again in every later tower."""
+
+    def __init__(self):
+        self._by_get_variable = {}  # full name -> variable
+        self._created = []  # _Creation of tower 0, in order
+        self._claimed = set()  # indices into _created that the present tower has taken
+        self._in_get_variable = False
+
+    @contextlib.contextmanager
+    def scope(self, tower, name_scope):
+        """Shares what is made in the `with` block of a tower's model function.
+
+        The variable scope is entered anew for each tower, for tower 0 too, so that default layer names begin alike in
+        each: after `reuse_variables()` they would go on counting.
+
+        Args:
+          tower: int, the tower's index.
+          name_scope: str, the tower's name scope, which variables' names must not carry.
+        """
+        self._claimed = set()
+
+        def shared_getter(getter, name, *args, **kwargs):
+            return self._get(tower, getter, name, args, kwargs)
+
+        def creator(next_creator, **kwargs):
+            return self._create(tower, name_scope, next_creator, kwargs)
+
+        with tf.variable_scope(tf.get_variable_scope(), reuse=True if tower else None, custom_getter=shared_getter,
+                               auxiliary_name_scope=False), tf.variable_creator_scope(creator):
+            yield
+
+    def _get(self, tower, getter, name, args, kwargs):
+        if tower == 0:
+            self._in_get_variable = True
+            try:
+                variable = getter(name, *args, **kwargs)
+            finally:
+                self._in_get_variable = False
+            self._by_get_variable[name] = variable
+            return variable
+        kwargs["reuse"] = True  # an inner AUTO_REUSE would make a variable that tower 0 does not know
+        known = self._by_get_variable.get(name)
+        if known is not None:
+            if tf.is_tensor(kwargs.get("initializer")):
+                # Under reuse TensorFlow asks for float32 whatever the dtype of an initializer that is a tensor.
+                kwargs["dtype"] = known.dtype.base_dtype
+            return getter(name, *args, **kwargs)
+        try:
+            return getter(name, *args, **kwargs)
+        except ValueError as error:
+            raise _only_later(name, tower) from error
+
+    def _create(self, tower, name_scope, next_creator, kwargs):
+        if self._in_get_variable:
+            return next_creator(**kwargs)
+        scope = tf.get_default_graph().get_name_scope()
+        scope = scope + "/" if scope else ""
+        relative = scope[len(name_scope):] if scope.startswith(name_scope) else scope
+        creation = _Creation(relative, kwargs)
+        if tower == 0:
+            with tf.name_scope(relative or None):
+                creation.variable = next_creator(**kwargs)
+            self._created.append(creation)
+            return creation.variable
+        return self._claim(tower, creation)
+
+    def _claim(self, tower, creation):
+        free = [i for i, made in enumerate(self._created) if i not in self._claimed and made.matches(creation)]
+        same_name = [i for i in free if self._created[i].full_name == creation.full_name]
+        if not free:
+            raise _only_later(creation.full_name, tower, self._nearest(creation))
+        chosen = (same_name or free)[0]
+        self._claimed.add(chosen)
+        return self._created[chosen].variable
+
+    def _nearest(self, creation):
+        for made in self._created:
+            if made.base_name == creation.base_name:
+                return made.variable
+        return None
+
+
+class _Creation:
+    """What a call of `tf.Variable` asks for."""
+
+    def __init__(self, scope, kwargs):
+        self.base_name = kwargs.get("name") or "Variable"
+        self.full_name = scope + self.base_name
+        self._kwargs = kwargs
+        self.variable = None
+
+    def matches(self, asked):
+        """Tells whether tower 0's variable is what a later tower asks for: base name, shape, dtype, trainable."""
+        shape, dtype = asked._shape_and_dtype()
+        return (self.base_name == asked.base_name and self.variable.shape.is_compatible_with(shape)
+                and self.variable.dtype.base_dtype == dtype and self._trainable() == asked._trainable())
+
+    def _trainable(self):
+        return self._kwargs.get("trainable") is not False
+
+    def _shape_and_dtype(self):
+        value, dtype = self._kwargs.get("initial_value"), self._kwargs.get("dtype")
+        shape = self._kwargs.get("shape")
+        if shape is None or dtype is None:
+            value = tf.convert_to_tensor(value() if callable(value) else value, dtype=dtype)
+            shape = value.shape if shape is None else shape
+        return tf.TensorShape(shape), tf.as_dtype(dtype or value.dtype).base_dtype
+
+
+def _only_later(name, tower, nearest=None):
+    hint = "" if nearest is None else " Tower 0's %r has shape %s and dtype %s." % (
+        nearest.op.name, nearest.shape, nearest.dtype.base_dtype.name)
+    return TowerMismatchError(
+        "Tower %d makes the variable %r, which tower 0 does not make: it would be trained apart from the others.%s "
+        "Make the same variables in every tower." % (tower, name, hint))

@@ -1,0 +1,47 @@
+"""From towers to a train op: update ops gate the averaging, the averaging feeds the optimizer."""
+import tensorflow.compat.v1 as tf
+
+from towers.gradients import average_gradients, compute_gradients
+from towers.update_ops import collect_update_ops
+
+__all__ = ["minimize"]
+
+
+def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step=None, var_list=None):
+    """Builds the op of one training step on all towers.
+
+    It computes each tower's gradients, runs the chosen update ops, averages the gradients on the aggregation device,
+    transforms them, and applies them once. The step is that of one tower on the global batch.
+
+    Args:
+      replicas: `Towers` with a loss.
+      optimizer: a `tf.train.Optimizer`. Its slots are made outside of the towers' scopes.
+      update_ops: "first", "all", "last" or "none", see `collect_update_ops`.
+      transforms: functions, applied in their order, of a list of averaged (gradient, variable) that return such a list:
+        clipping acts on the gradients of the global batch.
+      global_step: integer variable that grows by one with each step, or None.
+      var_list: list of variables to train; None is all trainable variables.
+
+    Returns:
+      An operation.
+
+    Raises:
+      TypeError: for what is no `tf.train.Optimizer`, or a transform that is no function.
+      ValueError: for towers without a loss, another policy, or losses that no variable reaches.
+      TowerMismatchError: (a ValueError) where the towers' gradients differ in what they pass.
+
+    Example:
+
+        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9), update_ops="first",
+                                   global_step=tf.train.get_or_create_global_step())
+    """
+    for transform in transforms:
+        if not callable(transform):
+            raise TypeError("A transform is a function of a list of (gradient, variable), not %r." % (transform,))
+    with tf.name_scope("train"):
+        tower_grads = compute_gradients(replicas, optimizer, var_list)
+        updates = collect_update_ops(replicas, update_ops)
+        grads = average_gradients(tower_grads, updates, replicas.aggregation_device)
+        for transform in transforms:
+            grads = transform(grads)
+        return optimizer.apply_gradients(grads, global_step=global_step)

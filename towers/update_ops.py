@@ -1,0 +1,135 @@
+"""Which towers' update ops a training step runs, and in what order.
+
+Ordinary batch norm in N towers makes N updates of one and the same moving average. Whose are kept is an argument here,
+and where several are kept they run one tower after the other, so that the result is the same from run to run.
+"""
+import warnings
+
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import control_flow_now, control_flow_of, rewire, run_after
+from towers.graph_walk import ancestors, written_variable
+
+__all__ = ["collect_update_ops"]
+
+POLICIES = ("first", "all", "last", "none")
+
+
+def collect_update_ops(replicas, policy="first"):
+    """Returns the update ops that a training step has to run before gradients are averaged.
+
+    Update ops are what the model function added to `tf.GraphKeys.UPDATE_OPS` in each tower. Those that were added with
+    `current_tower().add_update(op, shared=True)`, as sync batch norm's, belong to all towers and are returned once under
+    every policy but "none".
+
+    Under "all" the towers' updates of one variable run in the order of the towers, each reading what the one before
+    wrote: a moving average `m` with decay `d` and batch moments `b_i` becomes `m <- d m + (1 - d) b_i` for i = 0 ... N-1.
+    To that end reads of the variable by updates that exist already are moved behind the earlier tower's write; a Session
+    that ran those ops before must not be used on.
+
+    Args:
+      replicas: `Towers`.
+      policy: "first" (tower 0's), "all", "last" (the last tower's) or "none".
+
+    Returns:
+      A list of operations and tensors.
+
+    Raises:
+      ValueError: for another policy; for an update op inside a tf.cond or tf.while_loop; under "all" where the model's
+        outputs themselves wait for updates of one variable in several towers, so that they can't be ordered.
+
+    Warns:
+      UserWarning: where the model function made an op that writes a moving statistic and nothing will run it.
+    """
+    if policy not in POLICIES:
+        raise ValueError("The policy for update ops is one of %s, not %r."
+                         % (", ".join(repr(p) for p in POLICIES), policy))
+    shared = replicas[0].context.shared_updates
+    own = [[update for update in tower.update_ops if not any(update is s for s in shared)] for tower in replicas]
+    if policy == "none":
+        return []
+    chosen = {"first": own[:1], "last": own[-1:], "all": own}[policy]
+    updates = [update for updates_of_tower in chosen for update in updates_of_tower] + list(shared)
+    for update in updates:
+        _check_control_flow(_op(update))
+    _warn_of_unreached(replicas[0])
+    if policy == "all" and len(replicas) > 1:
+        _order(replicas, own)
+    return updates
+
+
+def _op(update):
+    return getattr(update, "op", update)
+
+
+def _check_control_flow(op):
+    graph = tf.get_default_graph()
+    if op.graph is not graph or control_flow_of(op) is not control_flow_now(graph):
+        raise ValueError(
+            "The update op %r stands inside a tf.cond or tf.while_loop. Ops that wait for it would silently not run, or "
+            "fail: make the update outside and choose its value inside." % op.name)
+
+
+def _order(replicas, updates):
+    """Makes each tower's update of a variable read it, and write it, after the writes of the towers before."""
+    needed = ancestors([leaf for tower in replicas for leaf in tf.nest.flatten(tower.outputs) if hasattr(leaf, "op")])
+    last_writers = {}  # name of a variable's op -> the ops that wrote it in the last tower so far
+    for tower, updates_of_tower in zip(replicas, updates):
+        own = set(tower.ops)
+        ops = [op for op in ancestors(updates_of_tower) if op in own]
+        writers = {}
+        for op in ops:
+            variable = written_variable(op)
+            if variable is not None:
+                writers.setdefault(variable.name, []).append(op)
+                if op in needed and variable.name in last_writers:
+                    raise ValueError(
+                        "The updates of %r can't run one tower after the other: the outputs of tower %d wait for %r. Use "
+                        "the policy 'first' or 'last'." % (variable.name, tower.context.index, op.name))
+        for op in ops:
+            if op not in needed:
+                _read_after(op, {name: last_writers[name] for name in writers if name in last_writers}, set(ops) - needed)
+        last_writers.update(writers)
+
+
+def _read_after(op, earlier, movable):
+    """Moves what `op` reads of variables behind the writes `earlier`, a dict from a variable's op name to ops."""
+    written = written_variable(op)
+    if written is not None and written.name in earlier:
+        run_after(op, earlier[written.name])
+    for index, tensor in enumerate(op.inputs):
+        source = tensor.op
+        if source.name in earlier and written is None:  # reads the variable itself
+            run_after(op, earlier[source.name])
+        elif source not in movable and source.type in _READS and source.inputs[0].op.name in earlier:
+            # A ref variable has one read op, shared by all: this update gets a read of its own.
+            with tf.device(source.device), tf.control_dependencies(earlier[source.inputs[0].op.name]):
+                rewire(op, index, _read(source))
+
+
+_READS = ("Identity", "ReadVariableOp")
+
+
+def _read(source):
+    if source.type == "ReadVariableOp":
+        return tf.raw_ops.ReadVariableOp(resource=source.inputs[0], dtype=source.outputs[0].dtype)
+    return tf.identity(source.inputs[0])
+
+
+def _warn_of_unreached(tower):
+    graph = tf.get_default_graph()
+    variables = {v.op.name: v for v in tf.global_variables() if v not in tf.trainable_variables()}
+    items = [item for key in graph.collections for item in graph.get_collection(key)]
+    items += [v.initializer for v in tf.global_variables() + tf.local_variables()] + tf.nest.flatten(tower.outputs)
+    reached = ancestors([i for i in items if isinstance(_op(i), tf.Operation) and _op(i).graph is graph])
+    lost = set()
+    for op in tower.ops:
+        written = written_variable(op)
+        if written is not None and written.name in variables and op not in reached and not any(
+                tensor.op.type == "Placeholder" for tensor in op.inputs):  # an assignment of loaded weights
+            lost.add(written.name)
+    if lost:
+        warnings.warn(
+            "The model function makes ops that update %s, and nothing runs them: they are not in "
+            "tf.GraphKeys.UPDATE_OPS. Keras layers keep theirs in layer.updates; call "
+            "tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update) for each." % ", ".join(sorted(lost)), stacklevel=3)
