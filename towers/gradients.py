@@ -14,11 +14,22 @@ from towers.exchange import TowerMismatchError
 __all__ = ["average_gradients", "compute_gradients"]
 
 
+class TowerGradients(list):
+    """A list over towers of lists of (gradient, variable).
+
+    Attributes:
+      losses: list of the towers' losses, which `average_gradients` waits for.
+    """
+
+    def __init__(self, losses):
+        super().__init__()
+        self.losses = list(losses)
+
+
 def compute_gradients(replicas, optimizer, var_list=None):
     """Computes every tower's gradients by `optimizer.compute_gradients`, on the tower's device.
 
-    Towers meet in the backward pass wherever they met in the forward pass. The backward pass of a tower starts when its
-    loss is known, so that nothing of its forward pass is left to read variables when they are updated.
+    Towers meet in the backward pass wherever they met in the forward pass.
 
     Args:
       replicas: `Towers` with a loss.
@@ -26,8 +37,9 @@ def compute_gradients(replicas, optimizer, var_list=None):
       var_list: list of variables; None is all trainable variables of the graph.
 
     Returns:
-      A list over towers of lists of (gradient, variable), in the same order of variables: `tower_grads[tower][variable]`.
-      A gradient is a tensor, `tf.IndexedSlices`, or None where the loss of that tower does not depend on the variable.
+      `TowerGradients`, a list over towers of lists of (gradient, variable), in the same order of variables:
+      `tower_grads[tower][variable]`. A gradient is a tensor, `tf.IndexedSlices`, or None where the loss of that tower does
+      not depend on the variable.
 
     Raises:
       TypeError: if `optimizer` is no `tf.train.Optimizer`.
@@ -37,7 +49,7 @@ def compute_gradients(replicas, optimizer, var_list=None):
     if not isinstance(optimizer, tf.train.Optimizer):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
     _check_loss(replicas)
-    tower_grads = []
+    tower_grads = TowerGradients(tower.loss for tower in replicas)
     with replicas[0].context.meetings.gradient_pass():
         for tower in replicas:
             with tf.device(tower.context.device), tf.name_scope(tower.name_scope):
@@ -49,7 +61,7 @@ def compute_gradients(replicas, optimizer, var_list=None):
 
 
 def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
-    """Averages gradients over towers, once the update ops have run.
+    """Averages gradients over towers, once the update ops have run and the towers' losses are known.
 
         g_v = sum_i g_iv / N,    N towers
 
@@ -78,7 +90,9 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
                           "moving averages will not be updated: pass update_ops=towers.collect_update_ops(replicas), "
                           "or [] if that is meant.", stacklevel=2)
     averaged = []
-    with tf.name_scope("average_gradients"), tf.device(aggregation_device), tf.control_dependencies(update_ops):
+    # A loss may read a variable last of all. Without the wait it was seen to read what this very step had updated.
+    waits = list(update_ops) + getattr(tower_grads, "losses", [])
+    with tf.name_scope("average_gradients"), tf.device(aggregation_device), tf.control_dependencies(waits):
         for pairs in zip(*tower_grads):
             gradients = [gradient for gradient, _ in pairs if gradient is not None]
             if gradients:
@@ -90,15 +104,14 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
 
 def _tower_gradients(tower, num_towers, optimizer, var_list):
     loss, weight = tower.loss, tower.weight
-    with tf.name_scope("loss_gradient"), tf.control_dependencies([loss]):
-        if isinstance(weight, float):
-            scale = tf.constant(num_towers * weight, loss.dtype, name="share")
-        else:
-            scale = tf.cast(num_towers * weight, loss.dtype, name="share")
+    if isinstance(weight, float):
+        scale = tf.constant(num_towers * weight, loss.dtype, name="share")
+    else:
+        scale = tf.cast(num_towers * weight, loss.dtype, name="share")
     # Ungated, TensorFlow 1.15 applied some variables' updates while others' gradients still read them.
     grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=tf.train.Optimizer.GATE_OP,
                                         colocate_gradients_with_ops=True, grad_loss=scale)
-    if isinstance(weight, float):
+    if isinstance(weight, float) and weight:
         return grads
     return [(_without_nan_of_empty(gradient, weight), variable) for gradient, variable in grads]
 

@@ -1,0 +1,39 @@
+"""Every test gets a fresh graph and seeds; the tests run under one behaviour of TensorFlow at a time.
+
+TOWERS_TEST_BEHAVIOUR chooses it: "v1" (the default) is `disable_v2_behavior()`, with ref variables and control flow v1;
+"graph" is `disable_eager_execution()` alone, with resource variables and control flow v2 on TensorFlow 2.
+"""
+import os
+import warnings
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import hypothesis  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import tensorflow.compat.v1 as tf  # noqa: E402
+
+BEHAVIOUR = os.environ.get("TOWERS_TEST_BEHAVIOUR", "v1")
+
+if BEHAVIOUR == "graph":
+    tf.disable_eager_execution()
+else:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tf.disable_v2_behavior()
+tf.logging.set_verbosity(tf.logging.ERROR)
+
+# Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
+hypothesis.settings.register_profile(
+    "towers", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_CASES", 25)), print_blob=True,
+    suppress_health_check=list(hypothesis.HealthCheck), derandomize="HYPOTHESIS_CASES" not in os.environ)
+hypothesis.settings.load_profile("towers")
+
+
+@pytest.fixture(autouse=True)
+def fresh_graph():
+    """A graph and seeds of its own for each test."""
+    np.random.seed(0)
+    with tf.Graph().as_default() as graph:
+        tf.set_random_seed(0)
+        yield graph

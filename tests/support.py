@@ -1,0 +1,52 @@
+"""What tests share: CPU towers, sessions, and training without towers as the authority."""
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+import towers
+
+
+def cpus(count):
+    """Returns `count` CPU devices."""
+    return ["/cpu:%d" % i for i in range(count)]
+
+
+def build(model_fn, batch, num_towers=2, **kwargs):
+    """Builds towers on CPU devices."""
+    return towers.TowerBuilder(cpus(num_towers)).build(model_fn, batch, **kwargs)
+
+
+def session():
+    """A session with eight CPU devices, variables initialized."""
+    made = tf.Session(config=towers.session_config(cpus(8)))
+    made.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+    return made
+
+
+def run(fetches, feed_dict=None):
+    """Initializes the variables and runs `fetches` once."""
+    with session() as made:
+        return made.run(fetches, feed_dict)
+
+
+def set_variables(made, values):
+    """Gives variables, by name, the values of a dict."""
+    for variable in tf.global_variables():
+        if variable.op.name in values:
+            made.run(variable.initializer, {variable.initializer.inputs[1]: values[variable.op.name]})
+
+
+def train_plainly(loss, optimizer, steps):
+    """Trains without any of our code: returns losses, and variables by name before and after."""
+    with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS) + [loss]):
+        train_op = optimizer.minimize(loss, gate_gradients=optimizer.GATE_GRAPH)
+    return train_by(train_op, loss, steps)
+
+
+def train_by(train_op, loss, steps, initial=None):
+    """Runs a train op; returns losses, and variables by name before and after."""
+    variables = {v.op.name: v for v in tf.global_variables()}
+    with session() as made:
+        set_variables(made, initial or {})
+        before = made.run(variables)
+        losses = [made.run([loss, train_op])[0] for _ in range(steps)]
+        return np.array(losses), before, made.run(variables)

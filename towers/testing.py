@@ -1,0 +1,166 @@
+"""The product's promise as a check for anyone's model: N towers train as one tower on the whole batch would."""
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from towers.batch import PerTower
+from towers.builder import TowerBuilder
+from towers.gradients import average_gradients, compute_gradients
+from towers.placement import session_config
+from towers.update_ops import collect_update_ops
+
+__all__ = ["Differences", "assert_equals_one_batch"]
+
+_NUM_PERMUTATIONS = 3
+
+
+class Differences(NamedTuple):
+    """How far two trainings are apart, and how far they may be.
+
+    Fields:
+      loss: the largest difference of a loss, relative to the largest loss.
+      gradients: the largest difference of a gradient, relative to the model's largest gradient.
+      variables: the largest difference of a variable after the last step, relative to the variable, or to the largest
+        step that any variable took if that is more.
+      bound: dict from these names to what was allowed.
+    """
+    loss: float
+    gradients: float
+    variables: float
+    bound: dict
+
+
+class _Trained(NamedTuple):
+    losses: np.ndarray
+    gradients: dict  # name of a variable -> array [steps, ...]
+    initial: dict
+    final: dict
+
+
+def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_ops="first", steps=5, optimizer=None,
+                            devices=None):
+    """Trains a model on towers and on one tower with the whole batch, and asserts that it comes to the same.
+
+    Compared are the loss, every gradient and, after the last step, every variable, moving averages included. A model in
+    float64 has to agree within 1e-9. One with float32 in it has to agree within three times the floor: the difference
+    between one tower and itself with its batch permuted, which is what the order of sums does, measured here.
+
+    The promise holds for losses that are means over examples, or over what "weight" counts. Random ops draw anew in each
+    tower: set dropout rates to 0.
+
+    Args:
+      model_fn: model function with a loss, see `TowerBuilder.build`.
+      batch: nested structure of arrays; those of rank 1 or more agree in axis 0.
+      num_towers: int.
+      sizes: list of int, the towers' shares of axis 0; None splits evenly, the rest over the first towers.
+      update_ops: policy of `collect_update_ops`. With ordinary batch norms one tower's updates are not those of the whole
+        batch: make them synced, or expect this assertion to fail.
+      steps: int, training steps on the same batch.
+      optimizer: a function that makes a `tf.train.Optimizer`; None makes momentum 0.9 with learning rate 0.05.
+      devices: list of str, the towers' devices; None is a CPU device each.
+
+    Returns:
+      `Differences`.
+
+    Raises:
+      AssertionError: if something differs by more; it says what, by how much, and what was allowed.
+      ValueError: if `sizes` do not sum to the size of the batch, or there are not as many as towers.
+    """
+    batch = tf.nest.map_structure(np.asarray, batch)
+    optimizer = optimizer or (lambda: tf.train.MomentumOptimizer(0.05, 0.9))
+    devices = devices or ["/cpu:%d" % i for i in range(num_towers)]
+    size = max(len(leaf) for leaf in tf.nest.flatten(batch) if leaf.ndim)
+    parts = _divide(batch, _check_sizes(sizes, size, num_towers))
+
+    def train(parts, devices, initial=None):
+        return _train(model_fn, parts, devices, initial, update_ops, steps, optimizer)
+
+    one = train([batch], devices[:1])
+    several = train(parts, devices, one.initial)
+    dtypes = {gradient.dtype for gradient in one.gradients.values()}
+    if dtypes == {np.dtype(np.float64)}:
+        bound = dict.fromkeys(("loss", "gradients", "variables"), 1e-9)
+    else:
+        bound = _floor(train, batch, size, devices, one, np.finfo(max(dtypes, key=lambda d: np.finfo(d).eps)).eps)
+    found = _compare(one, several)
+    wrong = ["%s by %.2g (%s), allowed %.2g" % (name, found[name][0], found[name][1], bound[name])
+             for name in bound if not found[name][0] <= bound[name]]
+    if wrong:
+        raise AssertionError("%d towers do not train as one on the whole batch; they differ in %s."
+                             % (num_towers, "; in ".join(wrong)))
+    return Differences(bound=bound, **{name: difference for name, (difference, _) in found.items()})
+
+
+def _check_sizes(sizes, size, num_towers):
+    if sizes is None:
+        return [size // num_towers + (i < size % num_towers) for i in range(num_towers)]
+    if len(sizes) != num_towers or sum(sizes) != size:
+        raise ValueError("sizes has to hold %d numbers that sum to the batch of %d, not %r." % (num_towers, size, sizes))
+    return list(sizes)
+
+
+def _divide(batch, sizes):
+    ends = np.cumsum(sizes)
+    return [tf.nest.map_structure(lambda leaf: leaf[end - n:end] if leaf.ndim else leaf, batch)
+            for n, end in zip(sizes, ends)]
+
+
+def _train(model_fn, parts, devices, initial, update_ops, steps, optimizer):
+    with tf.Graph().as_default():
+        tf.set_random_seed(0)
+        replicas = TowerBuilder(devices).build(model_fn, PerTower(parts))
+        made = optimizer()
+        grads = average_gradients(compute_gradients(replicas, made), collect_update_ops(replicas, update_ops),
+                                  replicas.aggregation_device)
+        train_op = made.apply_gradients(grads)
+        dense = {variable.op.name: tf.convert_to_tensor(gradient) for gradient, variable in grads}
+        variables = {variable.op.name: variable for variable in tf.global_variables()}
+        with tf.Session(config=session_config(devices)) as session:
+            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+            for name, value in (initial or {}).items():
+                initializer = variables[name].initializer
+                session.run(initializer, {initializer.inputs[1]: value})
+            before = session.run(variables)
+            ran = [session.run([replicas.loss, dense, train_op])[:2] for _ in range(steps)]
+            after = session.run(variables)
+    return _Trained(np.array([loss for loss, _ in ran]),
+                    {name: np.array([gradients[name] for _, gradients in ran]) for name in dense}, before, after)
+
+
+def _floor(train, batch, size, devices, one, smallest):
+    """Returns three times how far one tower is from itself when its batch is permuted; at least the dtype's rounding."""
+    floor = dict.fromkeys(("loss", "gradients", "variables"), smallest)
+    for seed in range(_NUM_PERMUTATIONS):
+        order = np.random.RandomState(seed).permutation(size)
+        permuted = tf.nest.map_structure(lambda leaf: leaf[order] if leaf.ndim else leaf, batch)
+        for name, (difference, _) in _compare(one, train([permuted], devices[:1], one.initial)).items():
+            floor[name] = max(floor[name], difference)
+    return {name: 3 * difference for name, difference in floor.items()}
+
+
+def _compare(one, other):
+    """Returns a dict of (difference, name of what differs most)."""
+    for kind in ("gradients", "final"):
+        if set(getattr(one, kind)) != set(getattr(other, kind)):
+            raise AssertionError("The towers have other %s than one tower: %s." % (
+                "variables" if kind == "final" else "gradients",
+                ", ".join(sorted(set(getattr(one, kind)) ^ set(getattr(other, kind))))))
+    largest_gradient = max(_largest(gradient) for gradient in one.gradients.values())
+    largest_step = max(_largest(one.final[name] - one.initial[name]) for name in one.gradients)
+    return {
+        "loss": (_ratio(_largest(one.losses - other.losses), _largest(one.losses)), "the loss"),
+        "gradients": max((_ratio(_largest(one.gradients[name] - other.gradients[name]), largest_gradient), name)
+                         for name in one.gradients),
+        "variables": max((_ratio(_largest(one.final[name] - other.final[name]),
+                                 max(_largest(one.final[name]), largest_step)), name) for name in one.final),
+    }
+
+
+def _largest(array):
+    return float(np.max(np.abs(np.asarray(array, np.float64)))) if np.size(array) else 0.0
+
+
+def _ratio(difference, scale):
+    # NaN on either side is a difference without bound, never one that compares as small.
+    return np.inf if np.isnan(difference) else 0.0 if difference == 0 else difference / scale if scale else np.inf
