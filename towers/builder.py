@@ -157,7 +157,7 @@ class TowerBuilder:
                                        meetings, shared_updates)
                 args = _arguments(batches[index], context)
                 first_op = len(tf.get_default_graph().get_operations())
-                with collections.tower(index) as added, sharing.scope(index, name_scope), enter_tower(context), tf.device(
+                with collections.tower(index, name_scope) as added, sharing.scope(index, name_scope), enter_tower(context), tf.device(
                         tower_device_function(device, self._variables_device)):
                     outputs = model_fn(*args)
             meetings.check_complete(index)

@@ -70,8 +70,8 @@ def all_gather(tensor, name=None):
                              % (tensor.name, tensor.shape))
         if tower is None:
             return tensor
-        place = next_place("all_gather", [tensor])
         joined_shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
+        place = next_place("all_gather", [tensor], [joined_shape])
         joined, offset = meet_at(place, [tensor], _join, [(tensor.dtype, joined_shape), (tf.int32, [])])
         return _with_gradient("TowersAllGather", [joined, tensor, offset], place)
 

@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """What tower 0 came to a forward exchange with, for later towers to be held against."""
+    """What a tower came to a forward exchange with, for later towers to be held against."""
     name: str
     kind: str
     dtypes: tuple
@@ -46,6 +46,11 @@ class _Exchange(NamedTuple):
     def __str__(self):
         contributions = ["%s%s" % (dtype.name, shape) for dtype, shape in zip(self.dtypes, self.shapes)]
         return "%s %r of %s" % (self.kind, self.name, ", ".join(contributions))
+
+    def is_like(self, other):
+        """Tells whether two towers' contributions can be aggregated as one exchange."""
+        return (self.kind, self.dtypes) == (other.kind, other.dtypes) and all(
+            shape.is_compatible_with(of_other) for shape, of_other in zip(self.shapes, other.shapes))
 
 
 class Meetings:
@@ -68,7 +73,7 @@ class Meetings:
         self._gradient_label = None
         self._num_gradient_passes = 0
 
-    def forward_place(self, tower, name, kind, contributions):
+    def forward_place(self, tower, name, kind, dtypes, shapes):
         """Returns the `_Place` of a tower's next exchange; raises where it is not tower 0's exchange of that turn."""
         graph = tf.get_default_graph()
         if graph is not self.graph or control_flow_now(graph) is not self._control_flow:
@@ -76,8 +81,7 @@ class Meetings:
                 "%s %r stands inside a tf.cond, a tf.while_loop, a tf.function or another graph. Towers can meet only "
                 "where every tower comes each step: move it out, or choose between its results with tf.where."
                 % (kind, name))
-        came = _Exchange(name, kind, tuple(c.dtype.base_dtype for c in contributions),
-                         tuple(str(c.shape) for c in contributions))
+        came = _Exchange(name, kind, tuple(dtypes), tuple(shapes))
         turn = self._left[tower]
         if tower == 0:
             self._forward.append(came)
@@ -91,14 +95,12 @@ class Meetings:
 
     def _check_alike(self, tower, turn, came):
         expected = self._forward[turn]
-        alike = (came.kind, came.dtypes) == (expected.kind, expected.dtypes) and all(
-            _compatible(a, b) for a, b in zip(came.shapes, expected.shapes))
         # Keras numbers its layers through the graph ('dense_3' in tower 1 where tower 0 has 'dense'). Such a name counts
         # as the same only if tower 0 has no exchange of that very name, which would mean another order.
         elsewhere = any(came.name == other.name for other in self._forward)
         same_name = came.name == expected.name or (
             not elsewhere and _without_numbers(came.name) == _without_numbers(expected.name))
-        if not (alike and same_name):
+        if not (came.is_like(expected) and same_name):
             raise TowerMismatchError("Towers differ at exchange %d: tower 0 has %s, tower %d has %s. %s"
                                      % (turn, expected, tower, came, _ALIKE))
 
@@ -202,12 +204,19 @@ def exchange(contributions, aggregate, results, kind="exchange", name=None):
         return meet_at(next_place(kind, contributions), contributions, aggregate, results)
 
 
-def next_place(kind, contributions):
-    """Returns the place in the current tower that stands for the exchange about to be made, checked against tower 0."""
+def next_place(kind, contributions, shapes=None):
+    """Returns the place in the current tower that stands for the exchange about to be made, checked against tower 0.
+
+    Args:
+      kind: str, for messages.
+      contributions: list of tensors; their dtypes have to be those of tower 0.
+      shapes: list of `tf.TensorShape` that have to be compatible with tower 0's; None is the contributions' own.
+    """
     tower = current_tower()
     scope = tf.get_default_graph().get_name_scope() + "/"
     name = scope[len(tower.name_scope):] if scope.startswith(tower.name_scope) else scope
-    return tower.meetings.forward_place(tower.index, name.rstrip("/"), kind, contributions)
+    return tower.meetings.forward_place(tower.index, name.rstrip("/"), kind, [c.dtype.base_dtype for c in contributions],
+                                        shapes or [c.shape for c in contributions])
 
 
 def meet_at(place, contributions, aggregate, results):
@@ -254,11 +263,6 @@ def gradient_place(op):
 
 def _without_numbers(name):
     return re.sub(r"_\d+(?=/|$)", "", name)
-
-
-def _compatible(shape, other):
-    # Towers' contributions may differ in size (a gathered batch), not in rank.
-    return shape == other or shape.count(",") == other.count(",") or "unknown" in (shape + other)
 
 
 def control_flow_now(graph):
