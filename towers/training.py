@@ -1,6 +1,4 @@
 """From towers to a train op: update ops gate the averaging, the averaging feeds the optimizer."""
-import tensorflow.compat.v1 as tf
-
 from towers.gradients import average_gradients, compute_gradients
 from towers.update_ops import collect_update_ops
 
@@ -38,10 +36,9 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
     for transform in transforms:
         if not callable(transform):
             raise TypeError("A transform is a function of a list of (gradient, variable), not %r." % (transform,))
-    with tf.name_scope("train"):
-        tower_grads = compute_gradients(replicas, optimizer, var_list)
-        updates = collect_update_ops(replicas, update_ops)
-        grads = average_gradients(tower_grads, updates, replicas.aggregation_device)
-        for transform in transforms:
-            grads = transform(grads)
-        return optimizer.apply_gradients(grads, global_step=global_step)
+    tower_grads = compute_gradients(replicas, optimizer, var_list)
+    grads = average_gradients(tower_grads, collect_update_ops(replicas, update_ops), replicas.aggregation_device)
+    for transform in transforms:
+        grads = transform(grads)
+    # Under no name scope of ours: some optimizers name variables by it, and checkpoints would no longer load.
+    return optimizer.apply_gradients(grads, global_step=global_step)

@@ -1,0 +1,156 @@
+"""Gradients of towers, their average, and the train op."""
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import build, cpus, run, session, train_by, train_plainly
+
+X = np.random.RandomState(0).randn(6, 3).astype(np.float32)
+SGD = tf.train.GradientDescentOptimizer
+
+
+def variable(name, shape=(3,)):
+    return tf.get_variable(name, shape, initializer=tf.ones_initializer())
+
+
+def test_gradient_that_is_none_in_every_tower_is_left_out():
+    def model(x):
+        variable("unused")
+        return tf.reduce_mean(x * variable("w"))
+
+    tower_grads = towers.compute_gradients(build(model, (X,), 2), SGD(1.0))
+    assert [[g is None for g, _ in grads] for grads in tower_grads] == [[True, False]] * 2
+    assert [v.op.name for _, v in towers.average_gradients(tower_grads)] == ["w"]
+
+
+def test_gradient_that_is_none_in_some_towers_counts_as_zero_there():
+    def model(x):
+        extra = variable("extra")
+        loss = tf.reduce_mean(x * variable("w"))
+        return loss + tf.reduce_sum(extra) if towers.current_tower().is_first else loss
+
+    replicas = build(model, (X,), 3)
+    grads = dict((v.op.name, g) for g, v in towers.average_gradients(towers.compute_gradients(replicas, SGD(1.0))))
+    np.testing.assert_allclose(run(grads["extra"]), np.full(3, 1 / 3), rtol=1e-6)
+
+
+def test_indexed_slices_stay_sparse_and_are_divided_by_the_number_of_towers():
+    ids = np.array([0, 2, 2, 4, 0, 0])
+
+    def model(ids):
+        return tf.reduce_mean(tf.nn.embedding_lookup(variable("table", (5, 2)), ids) ** 2)
+
+    (gradient, table), = towers.average_gradients(towers.compute_gradients(build(model, (ids,), 3), SGD(1.0)))
+    assert isinstance(gradient, tf.IndexedSlices)
+    expected = np.zeros([5, 2])
+    np.add.at(expected, ids, 2 * np.ones([6, 2]) / 12 * 2)
+    np.testing.assert_allclose(run(tf.convert_to_tensor(gradient)), expected / 2, rtol=1e-6)
+
+
+def test_sparse_and_dense_gradients_of_one_variable_become_dense():
+    slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
+    table = variable("table", (3, 2))
+    (gradient, _), = towers.average_gradients([[(slices, table)], [(tf.ones([3, 2]), table)]])
+    np.testing.assert_allclose(run(gradient), [[0.5, 0.5], [1, 1], [0.5, 0.5]])
+
+
+def test_average_is_the_plain_mean():
+    w = variable("w")
+    values = np.random.RandomState(1).randn(5, 3).astype(np.float32)
+    (gradient, v), = towers.average_gradients([[(tf.constant(value), w)] for value in values])
+    assert v is w
+    np.testing.assert_allclose(run(gradient), values.mean(0, dtype=np.float64), rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [
+    lambda: tf.train.AdamOptimizer(0.01), lambda: tf.train.RMSPropOptimizer(0.01),
+    lambda: tf.train.AdagradOptimizer(0.1), lambda: tf.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True)])
+def test_training_with_any_optimizer_equals_training_without_towers(optimizer):
+    def model(x):
+        return tf.reduce_mean(tf.square(tf.sin(x * variable("w")) - tf.reduce_sum(variable("b")) + 1))
+
+    with tf.Graph().as_default():
+        losses, before, after = train_plainly(model(tf.constant(X)), optimizer(), 4)
+    replicas = build(model, (X,), 4)
+    ours = train_by(towers.minimize(replicas, optimizer()), replicas.loss, 4, before)
+    np.testing.assert_allclose(ours[0], losses, rtol=1e-5)
+    for name in after:
+        np.testing.assert_allclose(ours[2][name], after[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_loss_of_a_step_never_sees_the_steps_own_update():
+    def model(x):
+        w = variable("w", (3, 2))
+        return tf.reduce_mean(tf.sin(tf.matmul(x, w)) ** 2) * variable("scale", ())  # reads a variable last of all
+
+    replicas = build(model, towers.PerTower([(X[:2],), (X[2:2],), (X[2:],)]), 3)
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
+    with session() as made:
+        before = made.run(replicas.loss)
+        for _ in range(200):
+            made.run([v.initializer for v in tf.global_variables()])
+            assert made.run([replicas.loss, train_op])[0] == before
+
+
+def test_transforms_act_on_averaged_gradients_in_their_order():
+    seen = []
+
+    def double(grads):
+        seen.append("double")
+        return [(2 * g, v) for g, v in grads]
+
+    def note(grads):
+        seen.append(len(grads))
+        return grads
+
+    replicas = build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2)
+    train_op = towers.minimize(replicas, SGD(1.0), transforms=[double, note])
+    _, before, after = train_by(train_op, replicas.loss, 1)
+    np.testing.assert_allclose(before["w"] - after["w"], 2 * X.mean(0) / 3, rtol=1e-5)
+    assert seen == ["double", 1]
+
+
+def test_global_step_grows_by_one_a_step_and_var_list_chooses():
+    replicas = build(lambda x: tf.reduce_mean(x * variable("w") * variable("frozen")), (X,), 2)
+    w = [v for v in tf.trainable_variables() if v.op.name == "w"]
+    train_op = towers.minimize(replicas, SGD(1.0), global_step=tf.train.get_or_create_global_step(), var_list=w)
+    _, before, after = train_by(train_op, replicas.loss, 3)
+    assert after["global_step"] == 3
+    assert (after["w"] != before["w"]).all() and (after["frozen"] == before["frozen"]).all()
+
+
+def test_gradients_stand_on_the_towers_devices():
+    replicas = towers.TowerBuilder(cpus(3)).build(lambda x: tf.reduce_mean(tf.matmul(x, variable("w", (3, 2))) ** 2), (X,))
+    first = len(tf.get_default_graph().get_operations())
+    towers.compute_gradients(replicas, SGD(1.0))
+    products = [op for op in tf.get_default_graph().get_operations()[first:] if op.type == "MatMul"]
+    assert {op.device.lower()[-5:] for op in products} == {"cpu:0", "cpu:1", "cpu:2"}
+
+
+@pytest.mark.parametrize("model,message", [
+    (lambda x: {"logits": x}, "model function returned no loss"),
+    (lambda x: x, r"has to return a scalar, or a dict"),
+    (lambda x: [variable("w"), tf.reduce_mean(x)][1], r"No gradient reaches any of the variables \['w'\]"),
+])
+def test_minimize_without_loss_or_gradients_is_refused(model, message):
+    with pytest.raises(ValueError, match=message):
+        towers.minimize(build(model, (X,), 2), SGD(1.0))
+
+
+def test_minimize_refuses_what_is_no_optimizer_or_transform():
+    replicas = build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2)
+    with pytest.raises(TypeError, match="has to be a tf.train.Optimizer, not 'adam'"):
+        towers.minimize(replicas, "adam")
+    with pytest.raises(TypeError, match="A transform is a function.*not 5"):
+        towers.minimize(replicas, SGD(1.0), transforms=[5])
+
+
+def test_average_gradients_refuses_lists_that_do_not_agree():
+    v, w = variable("v"), variable("w")
+    with pytest.raises(towers.TowerMismatchError, match=r"Tower 1 has gradients of \['w'\] and tower 0 of \['v'\]"):
+        towers.average_gradients([[(v + 0, v)], [(w + 0, w)]])
+    with pytest.raises(ValueError, match="tower_grads is empty"):
+        towers.average_gradients([])
+    with pytest.raises(ValueError, match="no gradient to average"):
+        towers.average_gradients([[(None, v)]])

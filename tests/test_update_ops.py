@@ -1,0 +1,202 @@
+"""Whose update ops run, in what order, and before what."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.support import build, cpus, run, session, train_by
+from towers.graph_walk import ancestors
+from towers.update_ops import collect_update_ops
+
+X = (3 + 2 * np.random.RandomState(0).randn(12, 4)).astype(np.float32)
+DECAY = 0.8
+
+
+
+@pytest.fixture(params=["ref", "resource"])
+def resource(request):
+    """Runs a test with variables of both kinds."""
+    return request.param == "resource"
+
+
+def ordinary(resource, mean_of=lambda x: tf.reduce_mean(x, 0)):
+    """A model with an ordinary moving average of its batch's mean."""
+    def model(x):
+        with tf.variable_scope("layer", use_resource=resource):
+            w = tf.get_variable("w", [4], initializer=tf.ones_initializer())
+            moving = tf.get_variable("moving", [4], initializer=tf.ones_initializer(), trainable=False)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, (moving - mean_of(x)) * (1 - DECAY)))
+        return tf.reduce_mean((x * w) ** 2)
+    return model
+
+
+def moving_average(policy, num_towers, steps):
+    """The moving average as NumPy has it."""
+    means = [part.mean(0, dtype=np.float64) for part in np.array_split(X, num_towers)]
+    chosen = {"first": means[:1], "last": means[-1:], "all": means, "none": []}[policy]
+    m = np.ones(4)
+    for _ in range(steps):
+        for mean in chosen:
+            m = DECAY * m + (1 - DECAY) * mean
+    return m
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 4])
+@pytest.mark.parametrize("policy", ["first", "all", "last", "none"])
+def test_moving_average_of_every_policy_equals_numpy(policy, num_towers, resource):
+    replicas = build(ordinary(resource), (X,), num_towers)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), policy)
+    _, _, after = train_by(train_op, replicas.loss, 7)
+    np.testing.assert_allclose(after["layer/moving"], moving_average(policy, num_towers, 7), rtol=1e-5)
+
+
+def test_all_towers_updates_are_equal_run_to_run(resource):
+    replicas = build(ordinary(resource), (X,), 6)
+    updates = collect_update_ops(replicas, "all")
+    moving, = [v for v in tf.global_variables() if v.op.name == "layer/moving"]
+    with session() as made:
+        seen = set()
+        for _ in range(60):
+            made.run(moving.initializer)
+            made.run(updates)
+            seen.add(made.run(moving).tobytes())
+    assert len(seen) == 1
+
+
+def test_all_towers_updates_of_tf_layers_equal_numpy():
+    if not tf.__version__.startswith(("1.", "2.15")):
+        pytest.skip("tf.layers is not part of this TensorFlow")
+
+    def model(x):
+        return tf.reduce_mean(tf.layers.batch_normalization(x, momentum=DECAY, training=True, name="bn") ** 2)
+
+    replicas = build(model, (X,), 3)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), "all")
+    _, _, after = train_by(train_op, replicas.loss, 5)
+    mean, variance = np.zeros(4), np.ones(4)
+    for _ in range(5):
+        for part in np.array_split(X.astype(np.float64), 3):
+            mean = DECAY * mean + (1 - DECAY) * part.mean(0)
+            variance = DECAY * variance + (1 - DECAY) * part.var(0)
+    np.testing.assert_allclose(after["bn/moving_mean"], mean, rtol=1e-4)
+    np.testing.assert_allclose(after["bn/moving_variance"], variance, rtol=1e-4)
+
+
+def test_policy_all_does_not_make_towers_wait_for_one_another(resource):
+    replicas = build(ordinary(resource), (X,), 2)
+    collect_update_ops(replicas, "all")
+    assert not [op for op in ancestors([replicas[1].loss]) if op.name.startswith("tower_0/")]
+
+
+@pytest.mark.parametrize("policy,updates", [("first", 1), ("all", 1), ("last", 1), ("none", 0)])
+def test_sync_batch_norm_updates_once_a_step_under_every_policy_but_none(policy, updates):
+    def model(x):
+        return tf.reduce_mean(tf_syncbn.sync_batch_norm(x, momentum=DECAY, name="bn") ** 3)
+
+    replicas = build(model, (X,), 3)
+    assert len(collect_update_ops(replicas, policy)) == 2 * updates
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.0), policy)
+    _, _, after = train_by(train_op, replicas.loss, 4)
+    kept = DECAY ** (4 * updates)
+    np.testing.assert_allclose(after["bn/moving_mean"], (1 - kept) * X.mean(0, dtype=np.float64), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after["bn/moving_variance"], kept + (1 - kept) * X.var(0, dtype=np.float64), rtol=1e-5)
+
+
+def test_shared_update_of_anyone_runs_once():
+    def model(x):
+        counter = tf.get_variable("counter", [], initializer=tf.zeros_initializer(), trainable=False)
+        towers.current_tower().add_update(tf.assign_add(counter, 1.0), shared=True)
+        return tf.reduce_mean(x * tf.get_variable("w", [4]))
+
+    replicas = build(model, (X,), 3)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "last")
+    assert train_by(train_op, replicas.loss, 5)[2]["counter"] == 5
+
+
+@pytest.mark.parametrize("num_towers", [1, 2])
+def test_update_ops_run_before_gradients_are_averaged(num_towers):
+    replicas = build(ordinary(False), (X,), num_towers)
+    grads = towers.average_gradients(towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0)),
+                                     towers.collect_update_ops(replicas, "first"), "/cpu:1")
+    assert {op for op in ancestors([grads[0][0]]) if op.type.startswith("AssignSub")}
+    assert grads[0][0].device.lower().endswith("cpu:1")
+    moving, = [v for v in tf.global_variables() if v.op.name == "layer/moving"]
+    with session() as made:
+        made.run(grads[0][0])
+        np.testing.assert_allclose(made.run(moving), moving_average("first", num_towers, 1), rtol=1e-5)
+
+
+def test_train_op_built_without_update_ops_is_warned_of():
+    replicas = build(ordinary(False), (X,), 2)
+    tower_grads = towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0))
+    with pytest.warns(UserWarning, match="moving averages will not be updated: pass update_ops"):
+        towers.average_gradients(tower_grads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        towers.average_gradients(tower_grads, [])
+
+
+@pytest.mark.parametrize("policy", ["tower_0", None, True])
+def test_unknown_policy_is_refused(policy):
+    with pytest.raises(ValueError, match="is one of 'first', 'all', 'last', 'none', not"):
+        collect_update_ops(build(ordinary(False), (X,), 2), policy)
+
+
+def test_update_op_inside_cond_is_refused_by_name():
+    def model(x):
+        moving = tf.get_variable("moving", [4], trainable=False, use_resource=True)
+        flag = tf.placeholder_with_default(True, [])
+
+        def update():
+            op = tf.assign_sub(moving, moving - tf.reduce_mean(x, 0))
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, op)
+            return tf.constant(1.0)
+        return tf.reduce_mean(x) * tf.cond(flag, update, lambda: tf.constant(1.0))
+
+    replicas = build(model, (X,), 2)
+    if not replicas[0].update_ops:
+        pytest.skip("control flow v2 keeps a branch's collections to itself, so nothing wrong can be collected")
+    with pytest.raises(ValueError, match="stands inside a tf.cond or tf.while_loop"):
+        collect_update_ops(replicas)
+
+
+def test_updates_that_the_outputs_wait_for_can_not_be_ordered_and_are_refused():
+    def model(x):
+        loss = ordinary(False)(x)
+        with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
+            return tf.identity(loss)
+
+    replicas = build(model, (X,), 2)
+    with pytest.raises(ValueError, match="'layer/moving' can't run one tower after the other: the outputs of tower 1"):
+        collect_update_ops(replicas, "all")
+    collect_update_ops(replicas, "first")
+
+
+def test_moving_statistics_that_no_update_reaches_are_said():
+    def model(x):
+        moving = tf.get_variable("moving", [4], trainable=False)
+        tf.assign_sub(moving, moving - tf.reduce_mean(x, 0))
+        return tf.reduce_mean(x * tf.get_variable("w", [4]))
+
+    replicas = build(model, (X,), 2)
+    with pytest.warns(UserWarning, match="update moving, and nothing runs them.*layer.updates"):
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+
+
+def test_nothing_is_said_of_models_whose_updates_are_collected():
+    def model(x):
+        y = tf_syncbn.sync_batch_norm(x)
+        return {"loss": tf.reduce_mean(y ** 2) + ordinary(False)(x), "metric": tf.metrics.mean(y)}
+
+    replicas = build(model, (X,), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        towers.minimize(replicas, tf.train.AdamOptimizer())
+
+
+def test_update_devices_do_not_depend_on_the_tower():
+    replicas = towers.TowerBuilder(cpus(2)).build(lambda x: tf.reduce_mean(tf_syncbn.sync_batch_norm(x) ** 2), (X,))
+    run(towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all"))
