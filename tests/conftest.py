@@ -3,10 +3,13 @@
 TOWERS_TEST_BEHAVIOUR chooses it: "v1" (the default) is `disable_v2_behavior()`, with ref variables and control flow v1;
 "graph" is `disable_eager_execution()` alone, with resource variables and control flow v2 on TensorFlow 2.
 """
+import importlib.util
 import os
 import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if importlib.util.find_spec("tf_keras"):
+    os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # tf.layers and Keras 2 in graph mode, on the newest TensorFlow
 
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402

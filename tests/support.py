@@ -5,6 +5,14 @@ import tensorflow.compat.v1 as tf
 import towers
 
 
+def has_tf_layers():
+    """Tells whether this TensorFlow has tf.layers: 1.15 and 2.15 do, later ones only with Keras 2 (tf-keras)."""
+    try:
+        return callable(tf.layers.batch_normalization)
+    except Exception:  # Keras 3 raises when the attribute is read
+        return False
+
+
 def cpus(count):
     """Returns `count` CPU devices."""
     return ["/cpu:%d" % i for i in range(count)]

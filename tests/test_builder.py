@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.support import build, cpus, run, session
+from tests.support import build, cpus, has_tf_layers, run, session
 
 X = np.random.RandomState(0).randn(10, 3).astype(np.float32)
 
@@ -191,12 +191,11 @@ def test_total_loss_counts_regularization_once():
 
 
 def test_total_loss_counts_regularization_of_tf_layers_once():
-    layers = pytest.importorskip("tensorflow.compat.v1").layers if hasattr(tf, "layers") else None
-    if not hasattr(layers, "dense"):
+    if not has_tf_layers():
         pytest.skip("this TensorFlow has no tf.layers")
 
     def model(x):
-        y = layers.dense(x, 2, kernel_initializer=tf.glorot_uniform_initializer(seed=0), kernel_regularizer=tf.nn.l2_loss)
+        y = tf.layers.dense(x, 2, kernel_initializer=tf.glorot_uniform_initializer(seed=0), kernel_regularizer=tf.nn.l2_loss)
         tf.losses.add_loss(tf.reduce_mean(y ** 2))
         return tf.losses.get_total_loss()
 

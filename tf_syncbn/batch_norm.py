@@ -40,8 +40,9 @@ def sync_batch_norm(
     float64 inputs), in GLOBAL_VARIABLES and MODEL_VARIABLES, in the variable scope `name`. Towers meet once forward and
     once in each gradient. The moving averages are updated once a step, `m <- momentum m + (1 - momentum) batch`, by
     ops that `towers.minimize` runs. The moving variance takes what `tf.layers.batch_normalization` would store: the
-    unbiased variance, times `n / max(n - 1, 1)`, where its fused kernel runs (rank 4, axis 1 or 3, not float64), the
-    biased one elsewhere. Where nothing at all was counted they stay as they are.
+    unbiased variance, times `n / max(n - 1, 1)`, where its fused kernel runs (rank 4 with axis 1 or 3, on TensorFlow 2
+    also rank 5 with axis 1 or 4, not float64), the biased one elsewhere. Where nothing at all was counted they stay as
+    they are.
 
     Gradients are those of one tower on the whole batch, to any order of derivative. None reaches `mask`.
 
@@ -81,6 +82,7 @@ def sync_batch_norm(
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse) as scope:
         scope.set_partitioner(None)
         inputs = tf.convert_to_tensor(inputs, name="inputs")
+        momentum = tf.convert_to_tensor(momentum) if isinstance(momentum, tf.Variable) else momentum
         axis = _check_inputs(inputs, axis, scope.name)
         training = _check_training(training, tower, scope.name)
         _check_numbers(momentum, epsilon, group_size, tower, scope.name)
@@ -114,8 +116,8 @@ def sync_batch_norm(
         detail = _Detail(axis, epsilon, group_size, scale, center)
         y = _with_gradient(place, detail, y, mean, variance, x, *affine, count, training, mask)
         if updates_collections != () and (tower is None or tower.is_first):
-            bessel = inputs.shape.rank == 4 and axis in (1, 3) and dtype != tf.float64
-            updates = _updates(moving_mean, moving_variance, unpack(whole, channels), momentum, training, bessel)
+            updates = _updates(moving_mean, moving_variance, unpack(whole, channels), momentum, training,
+                               _stores_unbiased(inputs, axis))
             if updates_collections is None:
                 with tf.control_dependencies(updates):
                     y = tf.identity(y)
@@ -183,12 +185,20 @@ def _sync_batch_norm_gradient(op, dy, d_mean, d_variance, *_):
     return [None, None, None, dx, None, None] + affine + ([] if mask is None else [None])
 
 
-def _updates(moving_mean, moving_variance, moments, momentum, training, bessel):
+def _stores_unbiased(inputs, axis):
+    """Tells whether `tf.layers` of this TensorFlow would store the unbiased variance: its fused kernel does."""
+    fused_axes = {4: (1, 3)} if tf.__version__.startswith("1.") else {4: (1, 3), 5: (1, 4)}
+    return inputs.dtype != tf.float64 and axis in fused_axes.get(inputs.shape.rank, ())
+
+
+def _updates(moving_mean, moving_variance, moments, momentum, training, unbiased):
     """Returns the two ops that move the moving averages to the batch's moments; they do nothing where n = 0."""
     count, mean, variance = moments
-    if bessel:
+    if unbiased:
         variance *= count / tf.maximum(count - 1, 1)
-    rate = (1 - tf.cast(momentum, mean.dtype)) * tf.cast(count > 0, mean.dtype)
+    # Not tf.cast of a Python float: that rounds it to float32 on the way to float64.
+    rate = tf.cast(1 - momentum, mean.dtype) if tf.is_tensor(momentum) else tf.constant(1 - momentum, mean.dtype)
+    rate *= tf.cast(count > 0, mean.dtype)
     if training is not True:
         rate *= tf.cast(training, mean.dtype)
     return [tf.assign_sub(variable, tf.cast((tf.cast(variable, mean.dtype) - value) * rate, variable.dtype.base_dtype),
@@ -241,7 +251,7 @@ def _check_training(training, tower, name):
 
 
 def _check_numbers(momentum, epsilon, group_size, tower, name):
-    if not tf.is_tensor(momentum) and not isinstance(momentum, tf.Variable) and not 0 <= momentum <= 1:
+    if not tf.is_tensor(momentum) and not 0 <= momentum <= 1:
         raise ValueError("sync_batch_norm %r: momentum is between 0 and 1, not %r." % (name, momentum))
     if epsilon < 0:
         raise ValueError("sync_batch_norm %r: epsilon is 0 or more, not %r." % (name, epsilon))
