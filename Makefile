@@ -11,7 +11,7 @@ WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 .PHONY: train test test-all lint clean
 
 train: $(VENV)/ready
-	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 8 --epochs 4 --train-dir $(TRAIN_DIR)
+	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
 
 test: $(VENV)/ready
 	$(RUN) -m pytest

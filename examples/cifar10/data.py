@@ -69,27 +69,33 @@ def load(data_dir):
 
 
 def generate(num_train=5000, num_test=1000, seed=0):
-    """Makes images of ten classes that a small network can learn: gratings of five directions and two widths.
+    """Makes images of ten classes that a small network can learn: five patterns of waves, narrow and wide.
 
-    Phase, colours, contrast and noise are random, so no single pixel tells the class. This is not CIFAR-10.
+    Phase, colour, contrast, background and noise are random, so no single pixel tells the class, and mirroring an image
+    leaves its class as it is. This is not CIFAR-10.
     """
     rng = np.random.RandomState(seed)
-    return Dataset(_gratings(num_train, rng), _gratings(num_test, rng), "generated images (not CIFAR-10)")
+    return Dataset(_patterns(num_train, rng), _patterns(num_test, rng), "generated images (not CIFAR-10)")
 
 
-def _gratings(count, rng):
+def _patterns(count, rng):
     labels = np.arange(count) % CLASSES
     rng.shuffle(labels)
-    angle = (labels % 5) * np.pi / 5 + rng.uniform(-0.12, 0.12, count)
-    width = np.where(labels < 5, 4.0, 9.0) * rng.uniform(0.85, 1.15, count)
+
+    def random(low, high, shape=(1, 1)):
+        return rng.uniform(low, high, (count,) + shape)
+
+    wave_number = 2 * np.pi / np.where(labels < 5, 4.5, 8.0)[:, None, None] * random(0.85, 1.15)
     y, x = np.mgrid[:32, :32]
-    across = x * np.cos(angle)[:, None, None] + y * np.sin(angle)[:, None, None]
-    wave = np.sin(2 * np.pi * across / width[:, None, None] + rng.uniform(0, 2 * np.pi, (count, 1, 1)))
-    colour = rng.uniform(-1, 1, (count, 1, 1, 3))
+    x, y = x - random(8, 24), y - random(8, 24)
+    phase = random(0, 2 * np.pi)
+    waves = [np.sin(wave_number * along + phase) for along in (x, y, np.hypot(x, y), (x + y) / 1.4, (x - y) / 1.4)]
+    vertical, horizontal, rings, falling, rising = waves
+    kinds = np.stack([vertical, horizontal, rings, 1.4 * vertical * horizontal, 1.4 * falling * rising])
+    pattern = kinds[labels % 5, np.arange(count)][..., None]
+    colour = rng.normal(size=(count, 1, 1, 3))
     colour /= np.linalg.norm(colour, axis=-1, keepdims=True)
-    contrast = rng.uniform(25, 60, (count, 1, 1, 1))
-    background = rng.uniform(80, 175, (count, 1, 1, 3))
-    pixels = background + contrast * colour * wave[..., None] + rng.normal(0, 40, (count,) + IMAGE_SHAPE)
+    pixels = random(80, 175, (1, 1, 3)) + random(25, 60, (1, 1, 1)) * colour * pattern + rng.normal(0, 40, (count,) + IMAGE_SHAPE)
     return Images(np.clip(pixels, 0, 255).astype(np.uint8), labels.astype(np.int32))
 
 

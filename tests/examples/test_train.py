@@ -1,0 +1,268 @@
+"""The example from the command line: it trains, resumes, survives being killed, and refuses bad input in one sentence."""
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from examples.cifar10 import evaluate, train
+from examples.cifar10.model import resnet
+from examples.cifar10.report import Progress, draw_curve, write_json
+from tests.support import build
+from towers.testing import assert_equals_one_batch
+
+ROOT = str(Path(__file__).parent.parent.parent)
+SMALL = ["--depth", "8", "--batch-size", "16"]
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def command(*arguments):
+    """Starts a training in a process of its own."""
+    return subprocess.Popen([sys.executable, "-m", "examples.cifar10.train"] + SMALL + list(arguments), cwd=ROOT,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+
+
+def saved_step(train_dir):
+    """The step of the checkpoint that the folder's state names, 0 where there is none."""
+    state = tf.train.get_checkpoint_state(str(train_dir))
+    return int(state.model_checkpoint_path.rsplit("-", 1)[1]) if state else 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a finished training of 30 steps, and what it printed."""
+    train_dir = tmp_path_factory.mktemp("trained")
+    process = command("--steps", "30", "--num-towers", "3", "--train-dir", str(train_dir))
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return train_dir, output
+
+
+def test_training_leaves_checkpoint_summaries_results_and_curve(trained):
+    train_dir, output = trained
+    assert "generated images (not CIFAR-10)" in output
+    assert re.search(r"step 30 of 30, loss \d+\.\d+, accuracy \d+\.\d %, \d+ images/s", output)
+    results = json.loads((train_dir / "results.json").read_text())
+    assert results["step"] == 30 and 0 <= results["test_accuracy"] <= 1 and results["settings"]["num_towers"] == 3
+    assert (train_dir / "curve.png").read_bytes().startswith(PNG)
+    assert saved_step(train_dir) == 30
+    tags = {value.tag for path in train_dir.glob("events*") for event in tf.train.summary_iterator(str(path))
+            for value in event.summary.value}
+    assert {"loss", "accuracy", "learning_rate", "test_accuracy"} <= tags
+
+
+def test_rerun_of_a_finished_training_changes_nothing_but_says_so(trained):
+    train_dir, _ = trained
+    results = (train_dir / "results.json").read_text()
+    process = command("--steps", "30", "--num-towers", "3", "--train-dir", str(train_dir))
+    output, _ = process.communicate()
+    assert process.returncode == 0 and "The 30 steps asked for are done." in output and "Test accuracy" in output
+    assert (train_dir / "results.json").read_text() == results
+
+
+def test_evaluate_finds_the_accuracy_of_the_training(trained, capsys):
+    train_dir, _ = trained
+    assert evaluate.main(["--train-dir", str(train_dir), "--num-towers", "2"]) == 0
+    accuracy = json.loads((train_dir / "results.json").read_text())["test_accuracy"]
+    assert "Test accuracy %.2f %% on generated images" % (100 * accuracy) in capsys.readouterr().out
+
+
+def test_moved_training_folder_goes_on(trained, tmp_path):
+    train_dir, _ = trained
+    moved = tmp_path / "moved"
+    os.rename(str(train_dir), str(moved))
+    try:
+        assert evaluate.main(["--train-dir", str(moved)]) == 0
+    finally:
+        os.rename(str(moved), str(train_dir))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_training_saves_and_says_how_to_go_on(tmp_path, number):
+    process = command("--steps", "100000", "--save-every", "1000000", "--train-dir", str(tmp_path))
+    while not list(tmp_path.glob("events*")):
+        time.sleep(0.1)
+        assert process.poll() is None
+    time.sleep(3)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, output
+    step = int(re.search(r"Interrupted; step (\d+) is saved in .* Run the same command again", output).group(1))
+    assert step == saved_step(tmp_path) > 0 and "Traceback" not in output
+    process = command("--steps", str(step + 5), "--train-dir", str(tmp_path))
+    output, _ = process.communicate()
+    assert process.returncode == 0 and "Going on from step %d" % step in output
+    assert saved_step(tmp_path) == step + 5
+
+
+def test_training_killed_ten_times_resumes_each_time_and_ends_at_the_step_asked_for(tmp_path):
+    steps, rng = 1000, random.Random(0)
+    kills = 0
+    while kills < 10:
+        before = saved_step(tmp_path)
+        process = command("--steps", str(steps), "--save-every", "3", "--train-dir", str(tmp_path))
+        started, grown = time.time(), 0
+        # A random moment: of the start-up, or after a random number of further checkpoints.
+        wanted, patience = rng.randint(0, 6), rng.uniform(0.5, 4)
+        while process.poll() is None and grown < wanted or (wanted == 0 and time.time() - started < patience):
+            grown = (saved_step(tmp_path) - before) / 3
+            time.sleep(0.02)
+            assert time.time() - started < 120
+        time.sleep(rng.uniform(0, 0.1))
+        assert process.poll() is None, process.communicate()[0]
+        process.kill()
+        output, _ = process.communicate()
+        kills += 1
+        assert "Traceback" not in output and (before == 0 or "Going on" not in output
+                                              or "Going on from step %d," % before in output)
+        assert saved_step(tmp_path) >= before
+    last = saved_step(tmp_path)
+    assert 0 < last < steps
+    process = command("--steps", str(last + 20), "--train-dir", str(tmp_path))
+    output, _ = process.communicate()
+    assert process.returncode == 0 and "Going on from step %d," % last in output
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["step"] == saved_step(tmp_path) == last + 20
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def listing(folder):
+    return sorted((path.name, path.stat().st_mtime_ns) for path in folder.iterdir())
+
+
+def refuse(capsys, run, arguments, message):
+    """Runs a command line in this process: status 2, one sentence, no traceback."""
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert re.search(message, error), error
+
+
+@pytest.mark.parametrize("arguments,message", [
+    (["--num-towers", "4", "--batch-size", "3"], "A batch of 3 is too small for 4 towers"),
+    (["--batch-size", "5001"], "A batch of 5001 is larger than the 5000 training images"),
+    (["--depth", "21"], r"depth of this ResNet is 6n \+ 2.*not 21"),
+    (["--data-dir", "/nonexistent"], "There is no folder /nonexistent"),
+    (["--download"], "--download needs a --data-dir"),
+])
+def test_bad_input_is_one_sentence_and_status_2(tmp_path, capsys, arguments, message):
+    refuse(capsys, train.main, arguments + ["--train-dir", str(tmp_path / "new")], message)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("arguments", [["--num-towers", "0"], ["--update-ops", "some"], ["--steps", "many"]])
+def test_arguments_that_make_no_sense_are_refused_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as error:
+        train.main(arguments)
+    assert error.value.code == 2 and "Traceback" not in capsys.readouterr().err
+
+
+def test_checkpoint_of_another_depth_is_refused_and_nothing_is_overwritten(trained, capsys):
+    train_dir, _ = trained
+    before = listing(train_dir)
+    arguments = ["--depth", "14", "--train-dir", str(train_dir)]
+    refuse(capsys, train.main, arguments, "holds a training with depth 8, and 14 was asked for: choose another --train-dir")
+    settings = (train_dir / "settings.json")
+    text = settings.read_text()
+    settings.unlink()
+    try:  # without the settings, the checkpoint itself tells
+        refuse(capsys, train.main, arguments, "is not of a ResNet-14: stage0_block1/.* is not in it")
+    finally:
+        settings.write_text(text)
+    assert [name for name, _ in listing(train_dir)] == [name for name, _ in before]
+    assert [e for e in listing(train_dir) if e[0] != "settings.json"] == [e for e in before if e[0] != "settings.json"]
+
+
+def test_deeper_checkpoint_is_not_taken_for_a_shallower_one(tmp_path, capsys):
+    with tf.Graph().as_default():
+        build(resnet(14), (np.zeros([2, 32, 32, 3], np.float32), np.zeros([2], np.int32)), 1)
+        tf.train.get_or_create_global_step()
+        tower_variables = tf.trainable_variables()
+        with tf.variable_scope("slots"):
+            pass
+        tf.train.MomentumOptimizer(0.1, 0.9).apply_gradients([(tf.zeros_like(v), v) for v in tower_variables])
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            tf.train.Saver().save(session, str(tmp_path / "model.ckpt"), global_step=1)
+    refuse(capsys, train.main, ["--depth", "8", "--train-dir", str(tmp_path)], "is not of a ResNet-8: it has stage0_block1/")
+
+
+def test_damaged_files_of_a_training_folder_are_refused(trained, tmp_path, capsys):
+    train_dir, _ = trained
+    for path in train_dir.iterdir():
+        if not path.name.startswith("events"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    index, = tmp_path.glob("*.index")
+    index.write_bytes(index.read_bytes()[:20])
+    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read")
+    (tmp_path / "settings.json").write_text("{")
+    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "settings.json is damaged")
+
+
+def test_evaluate_refuses_an_empty_folder_and_other_data(trained, tmp_path, capsys):
+    train_dir, _ = trained
+    refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], "There is no checkpoint in")
+    settings = train_dir / "settings.json"
+    text = settings.read_text()
+    settings.write_text(text.replace("generated images (not CIFAR-10)", "CIFAR-10"))
+    try:
+        refuse(capsys, evaluate.main, ["--train-dir", str(train_dir)], "was trained on CIFAR-10, and this is generated")
+    finally:
+        settings.write_text(text)
+
+
+def test_learning_rate_warms_up_and_falls_to_zero():
+    rates = train.learning_rate(tf.constant([0, 5, 10, 100]), 100, 0.4, 10)
+    with tf.Session() as session:
+        np.testing.assert_allclose(session.run(rates), [0.04, 0.24, 0.4, 0], atol=1e-6)
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys):
+    progress = Progress(0, 3, 10, seconds_between_lines=0)
+    for step in (1, 2, 3):
+        progress.step(step, 1.0, 0.5)
+    progress.close()
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 3 and "loss 1.000, accuracy 50.0 %" in captured.out and captured.err == ""
+
+
+def test_files_are_replaced_whole(tmp_path):
+    write_json(str(tmp_path / "a.json"), {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(str(tmp_path / "a.json"), {"a": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+    history = [{"epoch": 1, "train_loss": 2.0, "train_accuracy": 0.2, "test_accuracy": 0.1}]
+    draw_curve(history, "title", str(tmp_path / "curve.png"))
+    assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
+
+
+def image_batch():
+    rng = np.random.RandomState(0)
+    return rng.randn(12, 32, 32, 3).astype(np.float32), rng.randint(0, 10, 12).astype(np.int32)
+
+
+def test_resnet_on_towers_trains_as_on_one_batch():
+    assert_equals_one_batch(resnet(8), image_batch(), 3, [2, 6, 4], steps=2)
+
+
+def test_resnet_has_the_papers_size_and_both_kinds_of_batch_norm_share_variable_names():
+    names = []
+    for sync_bn in (True, False):
+        with tf.Graph().as_default():
+            build(resnet(20, sync_bn), image_batch(), 2)
+            names.append([v.op.name for v in tf.global_variables()])
+            kernels = sum(v.shape.num_elements() for v in tf.trainable_variables() if "kernel" in v.op.name)
+    assert names[0] == names[1] and 0.26e6 < kernels < 0.28e6
+
+
+def test_resnet_refuses_another_depth():
+    with pytest.raises(ValueError, match=r"6n \+ 2.* not 9"):
+        resnet(9)

@@ -1,0 +1,93 @@
+"""The packages as a whole: what importing does, who imports whom, and what stands in the front doors."""
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tf_syncbn
+import towers
+
+ROOT = Path(__file__).parent.parent
+
+# DESIGN: nothing imports a file to its right or below.
+ORDER = ["version", "context", "exchange", "cross_tower", "placement", "batch", "sharing", "graph_collections", "builder",
+         "graph_walk", "update_ops", "gradients", "training", "testing"]
+
+
+def imports(path):
+    """Returns the modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    return found
+
+
+def test_towers_files_import_only_what_stands_before_them():
+    files = {path.stem for path in (ROOT / "towers").glob("*.py")} - {"__init__"}
+    assert files == set(ORDER)
+    for position, name in enumerate(ORDER):
+        mine = {module.split(".")[1] for module in imports(ROOT / "towers" / (name + ".py")) if module.startswith("towers.")}
+        assert mine <= set(ORDER[:position]), name
+
+
+def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
+    for path in (ROOT / "towers").glob("*.py"):
+        assert not [module for module in imports(path) if module.startswith("tf_syncbn")], path
+    for path in (ROOT / "examples").rglob("*.py"):
+        assert not [m for m in imports(path) if m.startswith(("towers.", "tf_syncbn."))], path
+
+
+def test_library_needs_tensorflow_and_numpy_alone():
+    for path in list((ROOT / "towers").glob("*.py")) + list((ROOT / "tf_syncbn").glob("*.py")):
+        allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "ast", "contextlib", "re", "threading", "typing", "warnings"}
+        assert {module.split(".")[0] for module in imports(path)} <= allowed, path
+
+
+@pytest.mark.parametrize("module", [towers, tf_syncbn])
+def test_front_door_is_sorted_and_documented(module):
+    assert module.__all__ == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name
+
+
+@pytest.mark.parametrize("module", ["towers", "tf_syncbn", "towers.testing"])
+def test_importing_changes_nothing_in_the_process(module):
+    program = """
+import logging, os, random, signal, threading, warnings
+import numpy
+import tensorflow.compat.v1 as tf
+tf.disable_eager_execution()
+def state():
+    graph = tf.get_default_graph()
+    return (len(graph.get_operations()), graph.collections, len(logging.getLogger().handlers), tf.logging.get_verbosity(),
+            dict(os.environ), threading.active_count(), signal.getsignal(signal.SIGINT), list(warnings.filters),
+            numpy.random.get_state()[1].tolist(), random.getstate(), os.listdir("."))
+before = state()
+import %s
+assert state() == before
+# No device was looked for and no runtime started: devices can still be set up.
+getattr(tf.config, "experimental").set_visible_devices([], "GPU")
+""" % module
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=str(ROOT))
+
+
+def test_absence_of_tensorflow_is_one_clear_sentence():
+    program = "import sys; sys.modules['tensorflow'] = None; import towers"
+    out = subprocess.run([sys.executable, "-c", program], cwd=str(ROOT), stderr=subprocess.PIPE, universal_newlines=True)
+    assert out.stderr.rstrip().split("\n")[-1].startswith("ImportError: towers needs TensorFlow, 1.15 or 2.x")
+
+
+def test_version_is_one_number():
+    assert towers.__version__.count(".") == 2
+    assert "towers.version.__version__" in (ROOT / "setup.cfg").read_text()
+
+
+def test_no_file_outside_the_clone_is_named():
+    for path in ROOT.rglob("*.py"):
+        if ".venv" not in path.parts and ".nox" not in path.parts and path != Path(__file__):
+            assert "/tmp/" not in path.read_text() and "/home/" not in path.read_text() and "/root/" not in path.read_text(), path

@@ -1,0 +1,23 @@
+"""The README's Python blocks run, top to bottom, each section in a graph of its own."""
+import re
+from pathlib import Path
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_python_block_of_the_readme_runs(number):
+    exec(compile(BLOCKS[number], "README.md block %d" % number, "exec"), {"__name__": "readme"})
+
+
+def test_readme_has_its_example_and_its_two_commands():
+    assert BLOCKS and "make train" in README and "make test" in README
+
+
+def test_example_says_what_it_promises():
+    # The first block is the one a newcomer copies: at most ten lines of code beside the model.
+    assert "TowerBuilder" in BLOCKS[0] and "minimize" in BLOCKS[0]
