@@ -97,8 +97,10 @@ def test_tensor_of_unknown_rank_and_sparse_tensor_are_refused():
     (lambda x: {"loss": x}, ValueError, r"loss of tower 0 has to be a floating point scalar;.* shape \(5, 3\)"),
     (lambda x: {"loss": tf.constant(1)}, ValueError, "int32"),
     (lambda x: {"loss": tf.reduce_mean(x), "weight": x}, ValueError, "\"weight\" of a tower has to be a scalar"),
-    (lambda x: {"a" if towers.current_tower().is_first else "b": x}, towers.TowerMismatchError, "another structure in tower 1"),
-    (lambda x: x if towers.current_tower().is_first else tf.reduce_mean(x), towers.TowerMismatchError, "only one of the towers"),
+    (lambda x: {"a" if towers.current_tower().is_first else "b": x}, towers.TowerMismatchError,
+     "another structure in tower 1"),
+    (lambda x: x if towers.current_tower().is_first else tf.reduce_mean(x), towers.TowerMismatchError,
+     "only one of the towers"),
     (lambda x: build(lambda y: y, (x,)), RuntimeError, "towers can't be nested"),
 ])
 def test_model_functions_that_can_not_be_used_are_refused(model, error, message):
@@ -152,6 +154,15 @@ def test_name_scopes_and_devices_are_those_of_the_towers():
 def test_variables_stand_where_they_are_placed(placement, device):
     towers.TowerBuilder(["/cpu:1", "/cpu:2"], variable_placement=placement).build(layered, (X,))
     assert {v.device.lower()[-5:] for v in tf.global_variables()} == {device}
+
+
+def test_batch_is_split_on_the_host_and_no_collective_op_is_built():
+    replicas = towers.TowerBuilder(["/cpu:1", "/cpu:2"]).build(layered, (tf.placeholder(tf.float32, [None, 3]),))
+    towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all")
+    ops = tf.get_default_graph().get_operations()
+    splits = [op for op in ops if op.name.startswith("split_batch/")]
+    assert splits and all(op.device.lower().endswith("cpu:0") for op in splits)
+    assert not [op.type for op in ops if "nccl" in op.type.lower() or "collective" in op.type.lower()]
 
 
 def test_several_towers_may_share_a_device():

@@ -13,9 +13,9 @@ X = np.random.RandomState(0).randn(6, 3)
 
 def test_every_tower_gets_the_aggregate_of_all_contributions():
     def model(x):
-        largest, = towers.exchange([tf.reduce_max(x, 0)], lambda parts: [[tf.reduce_max([p for p, in parts], 0)]] * len(parts),
-                                   [(tf.float64, [3])], kind="max")
-        return largest
+        def aggregate(parts):
+            return [[tf.reduce_max([part for part, in parts], 0)]] * len(parts)
+        return towers.exchange([tf.reduce_max(x, 0)], aggregate, [(tf.float64, [3])], kind="max")[0]
 
     for outputs in run([tower.outputs for tower in build(model, (X,), 3)]):
         np.testing.assert_array_equal(outputs, X.max(0))
@@ -104,7 +104,8 @@ def named(name, x):
 @pytest.mark.parametrize("model,message", [
     (lambda x: named("a", x) if index() == 0 else x, "Tower 1 has 0 exchanges and tower 0 has 1.*'a/all_reduce' of float64"),
     (lambda x: named("a", x) if index() == 1 else x, "Tower 1 has an exchange that tower 0 has not: .*'a/all_reduce'"),
-    (lambda x: named("a" if index() == 0 else "b", x), "exchange 0: tower 0 has .*'a/all_reduce'.* tower 1 has .*'b/all_reduce'"),
+    (lambda x: named("a" if index() == 0 else "b", x),
+     "exchange 0: tower 0 has .*'a/all_reduce'.* tower 1 has .*'b/all_reduce'"),
     (lambda x: [named(n, x) for n in ("ab" if index() == 0 else "ba")], "exchange 0: tower 0 has .*'a/all_reduce'"),
     (lambda x: [named(n, x) for n in (["l_1", "l_2"] if index() == 0 else ["l_2", "l_1"])], "exchange 0"),
     (lambda x: towers.all_reduce(x if index() == 0 else tf.cast(x, tf.float32)), "float64.*float32"),
@@ -159,7 +160,7 @@ def test_gradient_that_passes_an_exchange_in_one_tower_only_is_refused_at_build(
         return tf.reduce_mean(x * w * (total if index() == 0 else 1.0))
 
     replicas = build(model, (X,), 2)
-    with pytest.raises(towers.TowerMismatchError, match="passes through all_reduce sum 'total'.* in tower 0 and not in tower 1"):
+    with pytest.raises(towers.TowerMismatchError, match="through all_reduce sum 'total'.* in tower 0 and not in tower 1"):
         towers.minimize(replicas, tf.train.GradientDescentOptimizer(1.0))
 
 

@@ -48,6 +48,13 @@ def test_session_config_makes_the_cpu_devices_exist_and_keeps_what_it_was_given(
     assert towers.session_config(["/gpu:0", "/gpu:7"]).device_count["CPU"] == 1
 
 
+def test_looking_for_devices_starts_no_runtime():
+    # Once a runtime has started, which takes the GPUs' memory, visible devices can't be set any more.
+    program = ("import tensorflow.compat.v1 as tf, towers; tf.disable_eager_execution(); towers.TowerBuilder(); "
+               "towers.session_config(); tf.config.experimental.set_visible_devices([], 'GPU')")
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_cpu_devices_exist_in_a_fresh_process():
     # The first session of a process fixes its CPU devices, so this one is a process of its own.
     program = ("import tensorflow.compat.v1 as tf, towers; tf.disable_eager_execution(); "

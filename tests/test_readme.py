@@ -3,7 +3,6 @@ import re
 from pathlib import Path
 
 import pytest
-import tensorflow.compat.v1 as tf
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)

@@ -15,7 +15,6 @@ X = (3 + 2 * np.random.RandomState(0).randn(12, 4)).astype(np.float32)
 DECAY = 0.8
 
 
-
 @pytest.fixture(params=["ref", "resource"])
 def resource(request):
     """Runs a test with variables of both kinds."""

@@ -7,12 +7,36 @@ no digit in float32.
 """
 import tensorflow.compat.v1 as tf
 
-__all__ = ["local_moments", "merge", "merge_groups", "reduction_axes", "unpack"]
+__all__ = ["along", "channel_sums", "local_moments", "merge", "merge_groups", "unpack"]
+
+_BLOCK = 256  # rows summed at a time
 
 
-def reduction_axes(rank, axis):
-    """Returns all axes but the channels' one."""
-    return [i for i in range(rank) if i != axis]
+def channel_sums(x, axis):
+    """Sums over all axes but the channels', in two levels.
+
+    TensorFlow's CPU kernel adds row to row: over a third of a million rows of float32 with a mean of 1e4 standard deviations
+    its sum was off by 1e-3, and a variance built on it by 4e-3 (1.15.5). Sums of blocks were off by 5e-7, and no slower.
+
+    Args:
+      x: floating point tensor, C channels along `axis`.
+      axis: int, not negative.
+
+    Returns:
+      Tensor [C] of the dtype of `x`.
+    """
+    rank = x.shape.rank
+    if axis != rank - 1:
+        sums = tf.reduce_sum(x, list(range(axis + 1, rank)))
+        return tf.reduce_sum(sums, list(range(axis))) if axis else sums
+    channels = tf.dimension_value(x.shape[axis])
+    rows = tf.reshape(x, [-1, channels])
+    count = tf.dimension_value(rows.shape[0])
+    if count is not None and count < 2 * _BLOCK:
+        return tf.reduce_sum(rows, 0)
+    whole = (tf.shape(rows)[0] if count is None else count) // _BLOCK * _BLOCK
+    sums = tf.reduce_sum(tf.reduce_sum(tf.reshape(rows[:whole], [-1, _BLOCK, channels]), 1), 0)
+    return sums if count == whole else sums + tf.reduce_sum(rows[whole:], 0)
 
 
 def local_moments(x, axis, mask=None):
@@ -26,21 +50,23 @@ def local_moments(x, axis, mask=None):
     Returns:
       Tensor [2C + 1] of the dtype of `x`: the count, the means, the centred squares. All zero where nothing is counted.
     """
-    axes = reduction_axes(x.shape.rank, axis)
-    channels = tf.dimension_value(x.shape[axis])
     count = _count(x, axis, mask)
     share = tf.div_no_nan(tf.ones([], x.dtype), count)
     weighted = x if mask is None else x * mask
     # Any s near the mean will do; a sum of many large numbers is no better than near.
-    near = tf.reduce_sum(weighted, axes, keepdims=True) * share
-    centred = x - near
+    near = channel_sums(weighted, axis) * share
+    centred = x - along(near, x, axis)
     squares = tf.square(centred)
     if mask is not None:
         centred, squares = centred * mask, squares * mask
-    rest = tf.reduce_sum(centred, axes)
-    mean = tf.reshape(near, [channels]) + rest * share
-    centred_squares = tf.maximum(tf.reduce_sum(squares, axes) - tf.square(rest) * share, 0)
-    return tf.concat([tf.reshape(count, [1]), mean, centred_squares], 0)
+    rest = channel_sums(centred, axis)
+    centred_squares = tf.maximum(channel_sums(squares, axis) - tf.square(rest) * share, 0)
+    return tf.concat([tf.reshape(count, [1]), near + rest * share, centred_squares], 0)
+
+
+def along(vector, x, axis):
+    """Returns a vector [C] in a shape that broadcasts to `x` along `axis`."""
+    return vector if axis == x.shape.rank - 1 else tf.reshape(vector, [-1] + [1] * (x.shape.rank - 1 - axis))
 
 
 def _count(x, axis, mask):
@@ -52,7 +78,7 @@ def _count(x, axis, mask):
                 count *= size
             return tf.constant(count, x.dtype)
         sizes = tf.shape(x, out_type=tf.int64)
-        return tf.cast(tf.reduce_prod(tf.gather(sizes, reduction_axes(x.shape.rank, axis))), x.dtype)
+        return tf.cast(tf.reduce_prod(tf.gather(sizes, [i for i in range(x.shape.rank) if i != axis])), x.dtype)
     sizes = [1 if i == axis else size for i, size in enumerate(tf.unstack(tf.shape(x)))]
     return tf.reduce_sum(tf.broadcast_to(mask, sizes))
 

@@ -4,7 +4,7 @@ Differences from the mean come first: `x * a + (beta - mean * a)` would cancel w
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.moments import reduction_axes
+from tf_syncbn.moments import along, channel_sums
 
 __all__ = ["gradient_sums", "input_gradient", "normalize"]
 
@@ -25,25 +25,18 @@ def normalize(x, mean, variance, gamma, beta, epsilon, axis):
     scale = tf.rsqrt(variance + epsilon)
     if gamma is not None:
         scale *= gamma
-    y = (x - _along(mean, x, axis)) * _along(scale, x, axis)
-    return y if beta is None else y + _along(beta, x, axis)
+    y = (x - along(mean, x, axis)) * along(scale, x, axis)
+    return y if beta is None else y + along(beta, x, axis)
 
 
 def gradient_sums(dy, x, mean, axis):
     """Computes `sum dy` and `sum dy (x - mean)` over all axes but the channels', two tensors [C]."""
-    axes = reduction_axes(x.shape.rank, axis)
-    return tf.reduce_sum(dy, axes), tf.reduce_sum(dy * (x - _along(mean, x, axis)), axes)
+    return channel_sums(dy, axis), channel_sums(dy * (x - along(mean, x, axis)), axis)
 
 
 def input_gradient(dy, x, mean, scale, offset, slope, axis, mask=None):
     """Computes `scale dy + mask (offset + slope (x - mean))`, a tensor like `x`; the vectors are [C]."""
-    from_moments = _along(offset, x, axis) + _along(slope, x, axis) * (x - _along(mean, x, axis))
+    from_moments = along(offset, x, axis) + along(slope, x, axis) * (x - along(mean, x, axis))
     if mask is not None:
         from_moments *= mask
-    return _along(scale, x, axis) * dy + from_moments
-
-
-def _along(vector, x, axis):
-    if axis == x.shape.rank - 1:
-        return vector
-    return tf.reshape(vector, [-1] + [1] * (x.shape.rank - 1 - axis))
+    return along(scale, x, axis) * dy + from_moments

@@ -105,6 +105,11 @@ class TowerBuilder:
       aggregation_device: str, where towers meet and gradients are averaged. None is the first tower's device.
       variable_placement: "host", the CPU's memory, or "first", the first tower's device.
 
+    Attributes:
+      devices: list of str, the towers' devices.
+      aggregation_device: str.
+      variables_device: str, where the variables stand.
+
     Raises:
       TypeError, ValueError: for devices or a placement that are none.
 
@@ -118,8 +123,7 @@ class TowerBuilder:
     def __init__(self, devices=None, aggregation_device=None, variable_placement="host"):
         self.devices = find_devices() if devices is None else check_devices(devices)
         self.aggregation_device = check_device(aggregation_device or self.devices[0])
-        self.variable_placement = variable_placement
-        self._variables_device = variable_device(variable_placement, self.devices)
+        self.variables_device = variable_device(variable_placement, self.devices)
 
     def build(self, model_fn, batch, training=True):
         """Builds one tower for each device.
@@ -147,25 +151,11 @@ class TowerBuilder:
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs.
         """
         _check_call(model_fn)
-        meetings = Meetings(self.devices, self.aggregation_device)
-        collections, sharing = TowerCollections(), VariableSharing()
         batches = self._divide(batch)
-        shared_updates, towers, counts = [], [], []
-        for index, device in enumerate(self.devices):
-            with tf.name_scope("tower_%d" % index) as name_scope:
-                context = TowerContext(index, len(self.devices), device, self.aggregation_device, training, name_scope,
-                                       meetings, shared_updates)
-                args = _arguments(batches[index], context)
-                first_op = len(tf.get_default_graph().get_operations())
-                with collections.tower(index, name_scope) as added, sharing.scope(index, name_scope), enter_tower(context), tf.device(
-                        tower_device_function(device, self._variables_device)):
-                    outputs = model_fn(*args)
-            meetings.check_complete(index)
-            counts.append(_count(outputs, args))
-            towers.append(Tower(context, outputs, _loss_of(outputs, index), None, added[tf.GraphKeys.UPDATE_OPS],
-                                tf.get_default_graph().get_operations()[first_op:]))
+        build = _Build(self, training)
+        towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
         _check_alike(towers)
-        weights = _shares(counts, self.aggregation_device)
+        weights = _shares([tower.weight for tower in towers], self.aggregation_device)
         return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
 
     def _divide(self, batch):
@@ -178,6 +168,31 @@ class TowerBuilder:
             raise ValueError("PerTower holds %d batches for %d towers: one for each is needed."
                              % (len(batch.batches), num_towers))
         return batch.batches
+
+
+class _Build:
+    """What the towers of one call of `TowerBuilder.build` have in common."""
+
+    def __init__(self, builder, training):
+        self._builder, self._training = builder, training
+        self._meetings = Meetings(builder.devices, builder.aggregation_device)
+        self._collections, self._sharing, self._shared_updates = TowerCollections(), VariableSharing(), []
+
+    def add_tower(self, model_fn, index, batch):
+        """Builds one tower and returns it, with the number of its examples where its weight belongs."""
+        graph, devices = tf.get_default_graph(), self._builder.devices
+        with tf.name_scope("tower_%d" % index) as name_scope:
+            context = TowerContext(index, len(devices), devices[index], self._builder.aggregation_device, self._training,
+                                   name_scope, self._meetings, self._shared_updates)
+            args = _arguments(batch, context)
+            first_op = len(graph.get_operations())
+            place = tower_device_function(devices[index], self._builder.variables_device)
+            with self._collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
+                with enter_tower(context), tf.device(place):
+                    outputs = model_fn(*args)
+        self._meetings.check_complete(index)
+        return Tower(context, outputs, _loss_of(outputs, index), _count(outputs, args), added[tf.GraphKeys.UPDATE_OPS],
+                     graph.get_operations()[first_op:])
 
 
 def _check_call(model_fn):

@@ -6,7 +6,7 @@ one, to any order of derivative. `tf.gradients` of one tower's loss never walks 
 import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
-from towers.exchange import exchange, gradient_place, meet_at, next_place, remember_place
+from towers.exchange import gradient_place, meet_at, next_place, remember_place
 
 __all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
 

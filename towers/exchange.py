@@ -22,7 +22,8 @@ from towers.context import current_tower
 
 __all__ = ["TowerMismatchError", "exchange"]
 
-_ORIGINS = "_towers_exchange_places"  # attribute of a graph: name of an op -> (its _Place, detail, {gradient label: calls so far})
+# Attribute of a graph, a dict: name of an op -> (its _Place, detail, {gradient label: calls so far}).
+_ORIGINS = "_towers_exchange_places"
 
 
 class TowerMismatchError(ValueError):

@@ -2,8 +2,8 @@
 
 While a tower is built, the losses and update ops of earlier towers are out of its sight, so that `get_total_loss()` in a
 model function sums its own tower's. What a variable's regularizer added stays in sight: TensorFlow adds it where the
-variable is made, in tower 0 alone. Afterwards the collections hold every tower's items, and tower 0's summaries, whose tags have no
-tower in them: they are those of the model built without towers.
+variable is made, in tower 0 alone. Afterwards the collections hold every tower's items, and tower 0's summaries, whose
+tags have no tower in them: they are those of the model built without towers.
 """
 import contextlib
 

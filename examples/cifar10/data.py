@@ -95,7 +95,8 @@ def _patterns(count, rng):
     pattern = kinds[labels % 5, np.arange(count)][..., None]
     colour = rng.normal(size=(count, 1, 1, 3))
     colour /= np.linalg.norm(colour, axis=-1, keepdims=True)
-    pixels = random(80, 175, (1, 1, 3)) + random(25, 60, (1, 1, 1)) * colour * pattern + rng.normal(0, 40, (count,) + IMAGE_SHAPE)
+    pixels = random(80, 175, (1, 1, 3)) + random(25, 60, (1, 1, 1)) * colour * pattern
+    pixels += rng.normal(0, 40, pixels.shape)
     return Images(np.clip(pixels, 0, 255).astype(np.uint8), labels.astype(np.int32))
 
 
@@ -173,7 +174,8 @@ def _read_pickle(path):
             content = _ArraysOnly(f, encoding="bytes").load()
         data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
     except Exception as error:  # a damaged pickle can raise nearly anything
-        raise DataError("The data file %s can't be read: %s." % (path, str(error).rstrip(".") or type(error).__name__)) from error
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise DataError("The data file %s can't be read: %s." % (path, reason)) from error
     if data.shape != (RECORDS_A_FILE, _RECORD - 1) or data.dtype != np.uint8 or labels.shape != (RECORDS_A_FILE,):
         raise DataError("The data file %s holds %s %s and %d labels where uint8 (%d, %d) and %d were expected."
                         % (path, data.dtype, data.shape, labels.size, RECORDS_A_FILE, _RECORD - 1, RECORDS_A_FILE))

@@ -40,7 +40,8 @@ def test_binary_files_are_read_plane_by_plane(binary, records):
     dataset = data.load(str(binary))
     assert dataset.train.images.shape == (50000, 32, 32, 3) and dataset.test.images.dtype == np.uint8
     assert dataset.name == "CIFAR-10" and dataset.train.labels[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    np.testing.assert_array_equal(dataset.test.images[7, 3, 5], records[7, [1 + 3 * 32 + 5, 1025 + 3 * 32 + 5, 2049 + 3 * 32 + 5]])
+    pixel = 1 + 3 * 32 + 5
+    np.testing.assert_array_equal(dataset.test.images[7, 3, 5], records[7, [pixel, pixel + 1024, pixel + 2048]])
     inside = data.load(str(binary / data.BINARY_FOLDER))
     np.testing.assert_array_equal(inside.test.labels, dataset.test.labels)
 
