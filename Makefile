@@ -8,13 +8,17 @@ TRAIN_DIR ?= runs/generated
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-graph test-all lint clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
 
 test: $(VENV)/ready
 	$(RUN) -m pytest
+
+# The library once more under TensorFlow 2's resource variables and control flow.
+test-graph: $(VENV)/ready
+	TOWERS_TEST_BEHAVIOUR=graph $(RUN) -m pytest tests --ignore=tests/examples
 
 # Every lane whose Python this machine has; nox says which it left out.
 test-all: $(VENV)/nox

@@ -118,7 +118,7 @@ def _read(source):
 
 def _warn_of_unreached(tower):
     graph = tf.get_default_graph()
-    variables = {v.op.name: v for v in tf.global_variables() if v not in tf.trainable_variables()}
+    variables = {v.op.name for v in tf.global_variables()} - {v.op.name for v in tf.trainable_variables()}
     items = [item for key in graph.collections for item in graph.get_collection(key)]
     items += [v.initializer for v in tf.global_variables() + tf.local_variables()] + tf.nest.flatten(tower.outputs)
     reached = ancestors([i for i in items if isinstance(_op(i), tf.Operation) and _op(i).graph is graph])

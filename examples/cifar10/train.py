@@ -244,6 +244,7 @@ def _end_epoch(step, steps_an_epoch, sums, training, session, progress, writer):
               "train_accuracy": float(accuracy), "test_accuracy": training.test_accuracy(session)}
     progress.say("epoch %g: training loss %.3f, accuracy %.1f %%; test accuracy %.1f %%" % (
         record["epoch"], loss, 100 * accuracy, 100 * record["test_accuracy"]))
+    progress.restart_clock(step)
     summary = tf.Summary(value=[tf.Summary.Value(tag="test_accuracy", simple_value=record["test_accuracy"])])
     writer.add_summary(summary, step)
     return record
