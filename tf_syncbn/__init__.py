@@ -2,6 +2,8 @@
 
     y = tf_syncbn.sync_batch_norm(x, training=True)     # in a model function that towers.TowerBuilder builds
 """
+import towers  # noqa: F401  says in one sentence what is wrong where TensorFlow is missing
+
 from tf_syncbn.batch_norm import sync_batch_norm
 
 __all__ = ["sync_batch_norm"]

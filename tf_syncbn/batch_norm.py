@@ -3,9 +3,9 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-import towers
 from towers.cross_tower import cross_tower_sum_at
-from towers.exchange import gradient_place, meet_at, next_place, remember_place
+from towers.exchange import clean_at, gradient_place, meet_at, next_place, remember_place, tower_here
+from towers.graph_walk import written_variable
 from tf_syncbn.moments import local_moments, merge_groups, unpack
 from tf_syncbn.normalization import gradient_sums, input_gradient, normalize
 
@@ -78,7 +78,10 @@ def sync_batch_norm(
         or tf.while_loop of a tower.
       TowerMismatchError: (a ValueError) where a tower lacks this layer or has another in its place.
     """
-    tower = towers.current_tower()
+    if tf.executing_eagerly():
+        raise RuntimeError("sync_batch_norm builds TensorFlow 1 graphs, and eager execution is on: call "
+                           "tf.compat.v1.disable_eager_execution() when the program starts.")
+    tower = tower_here("sync_batch_norm")
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse) as scope:
         scope.set_partitioner(None)
         inputs = tf.convert_to_tensor(inputs, name="inputs")
@@ -117,7 +120,7 @@ def sync_batch_norm(
         y = _with_gradient(place, detail, y, mean, variance, x, *affine, count, training, mask)
         if updates_collections != () and (tower is None or tower.is_first):
             updates = _updates(moving_mean, moving_variance, unpack(whole, channels), momentum, training,
-                               _stores_unbiased(inputs, axis))
+                               _stores_unbiased(inputs, axis), _earlier_updates(updates_collections, tower))
             if updates_collections is None:
                 with tf.control_dependencies(updates):
                     y = tf.identity(y)
@@ -163,6 +166,7 @@ def _sync_batch_norm_gradient(op, dy, d_mean, d_variance, *_):
     `d_mean` and `d_variance` when this function is itself differentiated: hence derivatives of any order.
     """
     place, detail = gradient_place(op)
+    dy = clean_at(place, dy)
     mean, variance = op.outputs[1:3]
     x, count, training = op.inputs[3:6]
     optional = list(op.inputs[6:])
@@ -191,20 +195,33 @@ def _stores_unbiased(inputs, axis):
     return inputs.dtype != tf.float64 and axis in fused_axes.get(inputs.shape.rank, ())
 
 
-def _updates(moving_mean, moving_variance, moments, momentum, training, unbiased):
+def _updates(moving_mean, moving_variance, moments, momentum, training, unbiased, earlier):
     """Returns the two ops that move the moving averages to the batch's moments; they do nothing where n = 0."""
     count, mean, variance = moments
     if unbiased:
         variance *= count / tf.maximum(count - 1, 1)
     # Not tf.cast of a Python float: that rounds it to float32 on the way to float64.
     rate = tf.cast(1 - momentum, mean.dtype) if tf.is_tensor(momentum) else tf.constant(1 - momentum, mean.dtype)
-    rate *= tf.cast(count > 0, mean.dtype)
-    if training is not True:
-        rate *= tf.cast(training, mean.dtype)
-    return [tf.assign_sub(variable, tf.cast((tf.cast(variable, mean.dtype) - value) * rate, variable.dtype.base_dtype),
-                          name=name)
-            for variable, value, name in ((moving_mean, mean, "update_moving_mean"),
-                                          (moving_variance, variance, "update_moving_variance"))]
+    counts = count > 0 if training is True else tf.logical_and(count > 0, training)
+    return [_move(moving_mean, mean, rate, counts, earlier, "update_moving_mean"),
+            _move(moving_variance, variance, rate, counts, earlier, "update_moving_variance")]
+
+
+def _move(variable, value, rate, counts, earlier, name):
+    """Returns the op that moves one moving average, after the updates of a layer that is applied more than once."""
+    with tf.control_dependencies([op for op in earlier if written_variable(op) is variable.op]):
+        difference = variable.read_value() - tf.cast(value, variable.dtype.base_dtype)
+        # Not a product with 0: the moments of what does not count may be infinite.
+        step = tf.where_v2(counts, difference * tf.cast(rate, difference.dtype), tf.zeros_like(difference))
+        return tf.assign_sub(variable, step, name=name).op
+
+
+def _earlier_updates(collections, tower):
+    """Returns the update ops collected so far, among them those of this layer if it was applied before."""
+    items = list(tower.shared_updates) if tower is not None else []
+    for collection in [collections] if isinstance(collections, str) else collections or ():
+        items += tf.get_collection(collection)
+    return [item for item in items if isinstance(item, tf.Operation)]
 
 
 def _collect(updates, collections, tower):

@@ -52,16 +52,20 @@ def local_moments(x, axis, mask=None):
     """
     count = _count(x, axis, mask)
     share = tf.div_no_nan(tf.ones([], x.dtype), count)
-    weighted = x if mask is None else x * mask
+    weighted = x if mask is None else _masked(x, mask)
     # Any s near the mean will do; a sum of many large numbers is no better than near.
     near = channel_sums(weighted, axis) * share
     centred = x - along(near, x, axis)
     squares = tf.square(centred)
     if mask is not None:
-        centred, squares = centred * mask, squares * mask
+        centred, squares = _masked(centred, mask), _masked(squares, mask)
     rest = channel_sums(centred, axis)
     centred_squares = tf.maximum(channel_sums(squares, axis) - tf.square(rest) * share, 0)
     return tf.concat([tf.reshape(count, [1]), near + rest * share, centred_squares], 0)
+
+
+def _masked(x, mask):
+    return tf.where_v2(mask > 0, x * mask, tf.zeros_like(x))  # not a product alone: padding may hold NaN
 
 
 def along(vector, x, axis):

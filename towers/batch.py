@@ -44,17 +44,22 @@ def split_batch(batch, num_towers):
 
 
 def count_examples(batch):
-    """Returns the number of examples in one tower's batch: size along axis 0 of its first tensor that has one.
+    """Returns the number of examples in one tower's batch: the size along axis 0 of its tensors that have one.
 
     Returns:
       An int where it is known while the graph is built, else an int32 scalar tensor; None if there is no such tensor.
+
+    Raises:
+      ValueError: if the tensors disagree in axis 0, so that none of them tells.
     """
-    for leaf in tf.nest.flatten(batch):
-        shape = tf.TensorShape(getattr(leaf, "shape", ()))
-        if shape.rank is None or shape.rank > 0:
-            static = tf.dimension_value(shape[0]) if shape.rank else None
-            return static if static is not None else tf.shape(leaf)[0]
-    return None
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf) and tf.TensorShape(leaf.shape).rank != 0]
+    sizes = {tf.dimension_value(leaf.shape[0]) for leaf in leaves if tf.TensorShape(leaf.shape).rank} - {None}
+    if len(sizes) > 1:
+        raise ValueError("The tensors of a tower's batch have the sizes %s along axis 0, so its share of the global batch is "
+                         "unknown: return a \"weight\" from the model function." % sorted(sizes))
+    if sizes:
+        return sizes.pop()
+    return tf.shape(leaves[0], out_type=tf.int32)[0] if leaves else None
 
 
 def _to_tensor(leaf):

@@ -5,6 +5,7 @@ the call of the model function made, never what matches a name prefix.
 """
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.batch import PerTower, count_examples, split_batch
@@ -131,7 +132,8 @@ class TowerBuilder:
         Variables are made in tower 0 and used by all; their names have no tower in them, so checkpoints of a model built
         without towers load. Ops stand in the name scopes `tower_0`, `tower_1`, and so on. Collections: see
         `towers.graph_collections`; of summaries tower 0's are kept. Variables that the surrounding variable scope reuses are
-        reused, so a second build under `reuse=True` shares those of the first.
+        reused, so a second build under `reuse=True` shares those of the first that `tf.get_variable` made. What
+        `tf.Variable` makes, it makes anew, as TensorFlow does without towers.
 
         Args:
           model_fn: a function of the tower's batch. Returns its scalar loss, a mean over its examples; or a dict with a
@@ -155,7 +157,7 @@ class TowerBuilder:
         build = _Build(self, training)
         towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
         _check_alike(towers)
-        weights = _shares([tower.weight for tower in towers], self.aggregation_device)
+        weights = build.meetings.weights = _shares([tower.weight for tower in towers], self.aggregation_device)
         return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
 
     def _divide(self, batch):
@@ -175,7 +177,7 @@ class _Build:
 
     def __init__(self, builder, training):
         self._builder, self._training = builder, training
-        self._meetings = Meetings(builder.devices, builder.aggregation_device)
+        self.meetings = Meetings(builder.devices, builder.aggregation_device)
         self._collections, self._sharing, self._shared_updates = TowerCollections(), VariableSharing(), []
 
     def add_tower(self, model_fn, index, batch):
@@ -183,14 +185,14 @@ class _Build:
         graph, devices = tf.get_default_graph(), self._builder.devices
         with tf.name_scope("tower_%d" % index) as name_scope:
             context = TowerContext(index, len(devices), devices[index], self._builder.aggregation_device, self._training,
-                                   name_scope, self._meetings, self._shared_updates)
+                                   name_scope, self.meetings, self._shared_updates)
             args = _arguments(batch, context)
             first_op = len(graph.get_operations())
             place = tower_device_function(devices[index], self._builder.variables_device)
             with self._collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
                 with enter_tower(context), tf.device(place):
                     outputs = model_fn(*args)
-        self._meetings.check_complete(index)
+        self.meetings.check_complete(index)
         return Tower(context, outputs, _loss_of(outputs, index), _count(outputs, args), added[tf.GraphKeys.UPDATE_OPS],
                      graph.get_operations()[first_op:])
 
@@ -211,7 +213,9 @@ def _arguments(batch, context):
     if callable(batch):
         with tf.device(HOST), tf.name_scope("batch"):
             batch = batch(context)
-    batch = tf.nest.map_structure(lambda leaf: leaf if hasattr(leaf, "graph") else tf.convert_to_tensor(leaf), batch)
+    # Sparse and ragged tensors stay what they are.
+    batch = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf) if isinstance(
+        leaf, (np.ndarray, np.generic, bool, int, float)) else leaf, batch)
     return batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
 
 

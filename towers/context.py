@@ -8,7 +8,7 @@ import threading
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["TowerContext", "current_tower", "enter_tower"]
+__all__ = ["TowerContext", "current_tower", "differentiate", "enter_tower", "is_differentiating"]
 
 _building = threading.local()
 
@@ -59,6 +59,22 @@ class TowerContext:
         if shared:
             self.shared_updates.append(op)
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, op)
+
+
+def is_differentiating():
+    """Tells whether this thread is inside a gradient pass over towers that are built already."""
+    return getattr(_building, "differentiating", False)
+
+
+@contextlib.contextmanager
+def differentiate():
+    """Marks a gradient pass for the duration of a `with` block."""
+    outer = is_differentiating()
+    _building.differentiating = True
+    try:
+        yield
+    finally:
+        _building.differentiating = outer
 
 
 def current_tower():

@@ -5,8 +5,7 @@ one, to any order of derivative. `tf.gradients` of one tower's loss never walks 
 """
 import tensorflow.compat.v1 as tf
 
-from towers.context import current_tower
-from towers.exchange import gradient_place, meet_at, next_place, remember_place
+from towers.exchange import clean_at, gradient_place, meet_at, next_place, remember_place, tower_here
 
 __all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
 
@@ -34,7 +33,7 @@ def all_reduce(tensor, reduction="sum", name=None):
     """
     if reduction not in ("sum", "mean"):
         raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
-    tower = current_tower()
+    tower = tower_here("all_reduce")
     with tf.name_scope(name, "all_reduce"):
         tensor = tf.convert_to_tensor(tensor)
         if tensor.dtype == tf.bool or (reduction == "mean" and not tensor.dtype.is_floating):
@@ -62,7 +61,7 @@ def all_gather(tensor, name=None):
       ValueError: if the rank is 0 or unknown.
       TowerMismatchError: where towers differ, see `towers.exchange`.
     """
-    tower = current_tower()
+    tower = tower_here("all_gather")
     with tf.name_scope(name, "all_gather"):
         tensor = tf.convert_to_tensor(tensor)
         if not tensor.shape.rank:
@@ -117,12 +116,13 @@ def _join(per_tower):
 @tf.RegisterGradient("TowersSum")
 def _sum_gradient(op, dy, _):
     place, group_size = gradient_place(op)
-    return None, cross_tower_sum_at(place, tf.convert_to_tensor(dy), group_size)
+    return None, cross_tower_sum_at(place, clean_at(place, tf.convert_to_tensor(dy)), group_size)
 
 
 @tf.RegisterGradient("TowersAllGather")
 def _all_gather_gradient(op, dy, *_):
-    total = cross_tower_sum_at(gradient_place(op)[0], tf.convert_to_tensor(dy))
+    place, _ = gradient_place(op)
+    total = cross_tower_sum_at(place, clean_at(place, tf.convert_to_tensor(dy)))
     _, part, offset = op.inputs
     begin = tf.concat([[offset], tf.zeros([part.shape.rank - 1], tf.int32)], 0)
     return None, tf.slice(total, begin, tf.shape(part)), None

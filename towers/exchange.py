@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.context import current_tower
+from towers.context import current_tower, differentiate, is_differentiating
 
 __all__ = ["TowerMismatchError", "exchange"]
 
@@ -72,6 +72,7 @@ class Meetings:
         self._arrivals = {}  # key -> {tower: (stand-ins, contributions)}, until the last tower comes
         self._flow_at = {}  # key -> the control flow that its first tower came in
         self._gradient_label = None
+        self.weights = None  # the towers' shares of the global batch, once all are built
         self._num_gradient_passes = 0
 
     def forward_place(self, tower, name, kind, dtypes, shapes):
@@ -100,7 +101,7 @@ class Meetings:
         # as the same only if tower 0 has no exchange of that very name, which would mean another order.
         elsewhere = any(came.name == other.name for other in self._forward)
         same_name = came.name == expected.name or (
-            not elsewhere and _without_numbers(came.name) == _without_numbers(expected.name))
+            not elsewhere and without_numbers(came.name) == without_numbers(expected.name))
         if not (came.is_like(expected) and same_name):
             raise TowerMismatchError("Towers differ at exchange %d: tower 0 has %s, tower %d has %s. %s"
                                      % (turn, expected, tower, came, _ALIKE))
@@ -126,7 +127,8 @@ class Meetings:
         label = self._gradient_label
         self._num_gradient_passes += 1
         try:
-            yield
+            with differentiate():
+                yield
         finally:
             self._gradient_label = outer
         for key, arrivals in self._arrivals.items():
@@ -197,12 +199,46 @@ def exchange(contributions, aggregate, results, kind="exchange", name=None):
         fewer are found when the tower is complete.
       ValueError: inside control flow or in another graph than the towers'.
     """
-    tower = current_tower()
+    tower = tower_here(kind)
     with tf.name_scope(name, kind.replace(" ", "_")):
         contributions = [tf.convert_to_tensor(c) for c in contributions]
         if tower is None:
             return [tf.stop_gradient(r) for r in aggregate([contributions])[0]]
         return meet_at(next_place(kind, contributions), contributions, aggregate, results)
+
+
+def tower_here(kind):
+    """Returns the current tower, None outside of towers; refuses a forward pass that is built anew in a gradient pass."""
+    if is_differentiating() and current_tower() is None:
+        raise ValueError(
+            "%s (in %r) is called while gradients of towers are built, as tf.contrib.layers.recompute_grad does: the towers "
+            "can't meet there, and local statistics would be wrong. Recompute only what stands between such layers."
+            % (kind, tf.get_default_graph().get_name_scope()))
+    return current_tower()
+
+
+def without_nan_of_empty(gradient, weight):
+    """Takes out the NaN that a tower which counts nothing makes of 0 times the derivative of a mean over nothing.
+
+    Args:
+      gradient: tensor, `tf.IndexedSlices` or None.
+      weight: the tower's share of the global batch, a float or a scalar tensor.
+
+    Returns:
+      `gradient`, with 0 where it is not finite if the weight is 0.
+    """
+    if gradient is None or (isinstance(weight, float) and weight):
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(without_nan_of_empty(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    return tf.where_v2(tf.logical_or(weight > 0, tf.is_finite(gradient)), gradient, tf.zeros_like(gradient))
+
+
+def clean_at(place, gradient):
+    """Returns the gradient that arrives at a tower's op, before other towers see it, by `without_nan_of_empty`."""
+    if place is None or place.meetings.weights is None:
+        return gradient
+    return without_nan_of_empty(gradient, place.meetings.weights[place.tower])
 
 
 def next_place(kind, contributions, shapes=None):
@@ -262,7 +298,8 @@ def gradient_place(op):
     return place, detail
 
 
-def _without_numbers(name):
+def without_numbers(name):
+    """Returns a name without the numbers that TensorFlow and Keras add to names that were taken."""
     return re.sub(r"_\d+(?=/|$)", "", name)
 
 

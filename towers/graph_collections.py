@@ -16,6 +16,9 @@ __all__ = ["TowerCollections"]
 _KEYS = tf.GraphKeys
 
 
+_OWNED = "_towers_collection_items"  # attribute of a graph: what towers, of any build, added to its collections
+
+
 class TowerCollections:
     """Keeps apart what towers add to the graph's collections; to be made before the first tower is built."""
 
@@ -24,11 +27,14 @@ class TowerCollections:
         self._before = {key: self._graph.get_collection(key)
                         for key in (_KEYS.LOSSES, _KEYS.UPDATE_OPS, _KEYS.REGULARIZATION_LOSSES, _KEYS.SUMMARIES)}
         self._added = {key: [] for key in self._before}  # what finished towers added
+        if not hasattr(self._graph, _OWNED):
+            setattr(self._graph, _OWNED, [])
 
     @contextlib.contextmanager
     def tower(self, index, name_scope):
         """Shows one tower its own items and yields a dict that afterwards maps each collection to what it added."""
-        sight = {key: items + self._in_sight(key) for key, items in self._before.items()}
+        sight = {key: [item for item in items + self._added[key] if self._is_in_sight(key, item)]
+                 for key, items in self._before.items()}
         for key, items in sight.items():
             self._graph.get_collection_ref(key)[:] = items
         added = {}
@@ -36,29 +42,43 @@ class TowerCollections:
             yield added
             for key, items in sight.items():
                 added[key] = self._graph.get_collection(key)[len(items):]
+                getattr(self._graph, _OWNED).extend(added[key])
                 if key != _KEYS.SUMMARIES or index == 0:
                     self._added[key].extend(added[key])
             if index == 0:
-                _strip_tags(added[_KEYS.SUMMARIES], name_scope)
+                _strip_tags(added[_KEYS.SUMMARIES], name_scope, self._before[_KEYS.SUMMARIES])
         finally:
             for key, items in self._before.items():
                 self._graph.get_collection_ref(key)[:] = items + self._added[key]
 
-    def _in_sight(self, key):
-        if key == _KEYS.REGULARIZATION_LOSSES:
-            # TensorFlow's own scope for what a variable's regularizer makes, in tf.get_variable and tf.layers alike. A
-            # term that the model function adds by hand is added anew by each tower, and so hidden from the others.
-            return [loss for loss in self._added[key] if "/Regularizer/" in getattr(loss, "name", "")]
-        return []
+    def _is_in_sight(self, key, item):
+        if not any(item is owned for owned in getattr(self._graph, _OWNED)):
+            return True  # made outside of towers
+        # TensorFlow's own scope for what a variable's regularizer makes, in tf.get_variable and tf.layers alike. A term
+        # that the model function adds by hand is added anew by each tower, and so hidden from the others.
+        return key == _KEYS.REGULARIZATION_LOSSES and "/Regularizer/" in getattr(item, "name", "")
 
 
-def _strip_tags(summaries, name_scope):
-    """Takes the tower's name scope out of the tags, the first inputs of summary ops."""
+def _strip_tags(summaries, name_scope, others):
+    """Takes the tower out of the tags, the first inputs of summary ops, and keeps each tag the only one of its name."""
+    taken = {_tag_of(summary) for summary in others}
     for summary in summaries:
-        tag = summary.op.inputs[0] if summary.op.inputs else None
-        if tag is None or tag.dtype != tf.string or tag.op.type != "Const":
-            continue
-        text = tag.op.get_attr("value").string_val[0].decode()
-        if text.startswith(name_scope):
+        tag = _tag_of(summary)
+        if tag and tag.startswith(name_scope):
+            outer = name_scope[:name_scope.rstrip("/").rfind("/") + 1]
+            plain = free = outer + tag[len(name_scope):]
+            number = 0
+            while free in taken:
+                number += 1
+                free = "%s_%d" % (plain, number)
+            taken.add(free)
             with tf.name_scope(None):
-                rewire(summary.op, 0, tf.constant(text[len(name_scope):], name=summary.op.name + "/tag"))
+                rewire(summary.op, 0, tf.constant(free, name=summary.op.name + "/tag"))
+
+
+def _tag_of(summary):
+    op = getattr(summary, "op", None)
+    tag = op.inputs[0] if op is not None and op.inputs else None
+    if tag is None or tag.dtype != tf.string or tag.op.type != "Const":
+        return None
+    return tag.op.get_attr("value").string_val[0].decode()

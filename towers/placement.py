@@ -69,8 +69,13 @@ def variable_device(placement, devices):
 
 
 def tower_device_function(tower_device, variables_device):
-    """Returns a device function that puts variables on one device and all other ops of a tower on another."""
+    """Returns a device function that puts variables on one device and all other ops of a tower on another.
+
+    What the model function itself puts on a device by `tf.device` stays there.
+    """
     def choose(op):
+        if op.device and tf.DeviceSpec.from_string(op.device).device_type:
+            return op.device
         return variables_device if op.type in _VARIABLE_OPS else tower_device
     return choose
 

@@ -1,15 +1,15 @@
 """One set of variables for all towers, however the model function makes them.
 
 `tf.get_variable` is shared by a reused variable scope. `tf.Variable`, and layers that make their variables by it, are
-shared by a creator scope that hands a later tower the variable tower 0 made under the same relative name, or else, since
-Keras numbers its layers through the graph, the next one of the same base name, shape, dtype and trainable flag. A match
-by turn alone gave wrong variables in silence where towers made theirs in another order.
+shared by a creator scope that hands a later tower the variable that tower 0 made under the same relative name, with the same
+shape, dtype and trainable flag. Keras numbers its layers through the graph, so names that agree but for such numbers are
+matched by turn. A match by turn alone gave wrong variables in silence where towers made theirs in another order.
 """
 import contextlib
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError
+from towers.exchange import TowerMismatchError, without_numbers
 
 __all__ = ["VariableSharing"]
 
@@ -34,10 +34,11 @@ class VariableSharing:
           tower: int, the tower's index.
           name_scope: str, the tower's name scope, which variables' names must not carry.
         """
-        self._claimed = set()
+        self._claimed, self._by_turn = set(), []
 
         def shared_getter(getter, name, *args, **kwargs):
-            return self._get(tower, getter, name, args, kwargs)
+            # tf.train.ExponentialMovingAverage names its variables by the tensors' ops.
+            return self._get(tower, getter, _outside_of_tower(name, name_scope), args, kwargs)
 
         def creator(next_creator, **kwargs):
             return self._create(tower, name_scope, next_creator, kwargs)
@@ -45,6 +46,7 @@ class VariableSharing:
         with tf.variable_scope(tf.get_variable_scope(), reuse=True if tower else None, custom_getter=shared_getter,
                                auxiliary_name_scope=False), tf.variable_creator_scope(creator):
             yield
+        self._check_turns(tower)
 
     def _get(self, tower, getter, name, args, kwargs):
         if tower == 0:
@@ -58,8 +60,8 @@ class VariableSharing:
         kwargs["reuse"] = True  # an inner AUTO_REUSE would make a variable that tower 0 does not know
         known = self._by_get_variable.get(name)
         if known is not None:
-            if tf.is_tensor(kwargs.get("initializer")):
-                # Under reuse TensorFlow asks for float32 whatever the dtype of an initializer that is a tensor.
+            if kwargs.get("initializer") is not None and not callable(kwargs["initializer"]):
+                # Under reuse TensorFlow asks for float32 whatever the dtype of an initializer that is a value.
                 kwargs["dtype"] = known.dtype.base_dtype
             return getter(name, *args, **kwargs)
         try:
@@ -71,8 +73,7 @@ class VariableSharing:
         if self._in_get_variable:
             return next_creator(**kwargs)
         scope = tf.get_default_graph().get_name_scope()
-        scope = scope + "/" if scope else ""
-        relative = scope[len(name_scope):] if scope.startswith(name_scope) else scope
+        relative = _outside_of_tower(scope + "/" if scope else "", name_scope)
         creation = _Creation(relative, kwargs)
         if tower == 0:
             with tf.name_scope(relative or None):
@@ -84,11 +85,24 @@ class VariableSharing:
     def _claim(self, tower, creation):
         free = [i for i, made in enumerate(self._created) if i not in self._claimed and made.matches(creation)]
         same_name = [i for i in free if self._created[i].full_name == creation.full_name]
-        if not free:
+        numbered = []
+        if not same_name and all(made.full_name != creation.full_name for made in self._created):
+            plain = without_numbers(creation.full_name)
+            numbered = [i for i in free if without_numbers(self._created[i].full_name) == plain]
+            self._by_turn.append(plain)
+        if not same_name + numbered:
             raise _only_later(creation.full_name, tower, self._nearest(creation))
-        chosen = (same_name or free)[0]
+        chosen = (same_name + numbered)[0]
         self._claimed.add(chosen)
         return self._created[chosen].variable
+
+    def _check_turns(self, tower):
+        """Refuses a match by turn where the tower left out one of tower 0's variables: which one, nobody knows."""
+        for i, made in enumerate(self._created):
+            if tower and i not in self._claimed and without_numbers(made.full_name) in self._by_turn:
+                raise TowerMismatchError(
+                    "Tower 0 makes the variable %r and tower %d makes fewer of that kind, so it is unknown which of them it "
+                    "left out. Make the same variables in every tower." % (made.variable.op.name, tower))
 
     def _nearest(self, creation):
         for made in self._created:
@@ -122,6 +136,13 @@ class _Creation:
             value = tf.convert_to_tensor(value() if callable(value) else value, dtype=dtype)
             shape = value.shape if shape is None else shape
         return tf.TensorShape(shape), tf.as_dtype(dtype or value.dtype).base_dtype
+
+
+def _outside_of_tower(name, name_scope):
+    """Returns a name without the tower's component of `name_scope`; the scope around the towers stays."""
+    if not name.startswith(name_scope):
+        return name
+    return name_scope[:name_scope.rstrip("/").rfind("/") + 1] + name[len(name_scope):]
 
 
 def _only_later(name, tower, nearest=None):

@@ -50,8 +50,9 @@ def collect_update_ops(replicas, policy="first"):
         return []
     chosen = {"first": own[:1], "last": own[-1:], "all": own}[policy]
     updates = [update for updates_of_tower in chosen for update in updates_of_tower] + list(shared)
-    for update in updates:
-        _check_control_flow(_op(update))
+    made = set(op for tower in replicas for op in tower.ops)
+    for op in [_op(update) for update in updates] + [op for op in ancestors(updates) if op in made and _assigns(op)]:
+        _check_control_flow(op)
     _warn_of_unreached(replicas[0])
     if policy == "all" and len(replicas) > 1:
         _order(replicas, own)
@@ -60,6 +61,10 @@ def collect_update_ops(replicas, policy="first"):
 
 def _op(update):
     return getattr(update, "op", update)
+
+
+def _assigns(op):
+    return op.type.startswith("Assign") and not op.type.startswith("Assert")
 
 
 def _check_control_flow(op):
@@ -86,9 +91,14 @@ def _order(replicas, updates):
                     raise ValueError(
                         "The updates of %r can't run one tower after the other: the outputs of tower %d wait for %r. Use "
                         "the policy 'first' or 'last'." % (variable.name, tower.context.index, op.name))
+        earlier = {name: last_writers[name] for name in writers if name in last_writers}
+        before = ancestors([op for ops_of_variable in earlier.values() for op in ops_of_variable])
         for op in ops:
-            if op not in needed:
-                _read_after(op, {name: last_writers[name] for name in writers if name in last_writers}, set(ops) - needed)
+            if op in before and written_variable(op) is not None:
+                raise ValueError("The updates of the towers can't run one after the other: an earlier tower's update waits "
+                                 "for %r. Use the policy 'first' or 'last'." % op.name)
+            if op not in needed and op not in before:
+                _read_after(op, earlier, set(ops) - needed)
         last_writers.update(writers)
 
 
