@@ -66,7 +66,7 @@ def cases(draw):
     num_towers = draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(0, 4), min_size=num_towers, max_size=num_towers).filter(lambda s: sum(s) > 0))
     shape = [sum(sizes)] + [draw(st.integers(1, 4)) for _ in range(rank - 1)]
-    shape[axis] = draw(st.sampled_from([1, 3, 5]))
+    shape[axis] = draw(st.sampled_from([1, 3, 7, 64]))
     return {
         "shape": shape, "axis": axis - draw(st.sampled_from([0, rank])), "sizes": sizes,
         "dtype": draw(st.sampled_from([tf.float64, tf.float64, tf.float32, tf.float16, tf.bfloat16])),
@@ -501,3 +501,67 @@ def test_backward_keeps_the_input_and_two_vectors():
     assert len({t.name.split("/")[0] for t in large}) == 2
     assert all("with_gradient" in t.name or "inputs" in t.name or "Cast" in t.name or "output" in t.name for t in large)
     assert gradient is not None
+
+
+@pytest.mark.parametrize("num_towers", [0, 1, 3])
+def test_layer_applied_twice_moves_its_averages_twice_in_order(num_towers):
+    x = np.random.RandomState(0).randn(6, 3) + 2
+
+    def model(x):
+        first = tf_syncbn.sync_batch_norm(x, momentum=MOMENTUM, training=True, name="bn")
+        second = tf_syncbn.sync_batch_norm(x * 3 + 1, momentum=MOMENTUM, training=True, name="bn", reuse=True)
+        return first + second
+
+    if num_towers:
+        updates = towers.collect_update_ops(build(model, (x,), num_towers))
+    else:
+        model(tf.constant(x))
+        updates = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
+    moving = tf.global_variables()[-2]
+    with session() as made:
+        for _ in range(50):
+            made.run(moving.initializer)
+            made.run(updates)
+            expected = MOMENTUM * (1 - MOMENTUM) * x.mean(0) + (1 - MOMENTUM) * (3 * x + 1).mean(0)
+            np.testing.assert_allclose(made.run(moving), expected, rtol=1e-9)
+
+
+def test_evaluation_through_a_training_tensor_never_poisons_the_moving_averages():
+    x = np.full([4, 3], 1e30, np.float32)
+    replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, training=tf.constant(False)), (x,), 2)
+    with session() as made:
+        made.run(towers.collect_update_ops(replicas))
+        mean, variance = made.run(tf.global_variables()[-2:])
+    assert (mean == 0).all() and (variance == 1).all()
+
+
+def test_nan_in_masked_padding_counts_in_no_moment():
+    x = np.random.RandomState(0).randn(6, 3)
+    x[1] = np.nan
+    mask = np.array([1, 0, 1, 1, 1, 1.0])
+    replicas = build(lambda x, mask: tf_syncbn.sync_batch_norm(x, mask=mask), (x, mask), 2)
+    kept = x[mask > 0]
+    np.testing.assert_allclose(run(replicas.merged)[mask > 0], normalized(kept, 1, 1.0, 0.0)[0], atol=1e-12)
+
+
+def test_forward_pass_built_anew_in_the_backward_pass_is_refused_by_name():
+    @tf.RegisterGradient("Recompute%s" % id(build))
+    def recompute(op, dy, _):
+        y = tf_syncbn.sync_batch_norm(op.inputs[0], training=True, name="bn", reuse=True)
+        return tf.gradients(y, op.inputs[0], dy)[0], None
+
+    def model(x):
+        x = x * tf.get_variable("w", [3], tf.float64)
+        tf_syncbn.sync_batch_norm(x, name="bn")
+        with tf.get_default_graph().gradient_override_map({"IdentityN": "Recompute%s" % id(build)}):
+            return tf.reduce_mean(tf.identity_n([x, x])[0] ** 2)
+
+    replicas = build(model, (np.ones([4, 3]),), 2)
+    with pytest.raises(ValueError, match="sync_batch_norm .* is called while gradients of towers are built"):
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+
+
+def test_eager_execution_is_refused(monkeypatch):
+    monkeypatch.setattr(tf, "executing_eagerly", lambda: True)
+    with pytest.raises(RuntimeError, match="eager execution is on"):
+        tf_syncbn.sync_batch_norm(np.ones([4, 3], np.float32), training=True)

@@ -300,3 +300,41 @@ def test_eager_execution_is_one_clear_error():
     with unittest.mock.patch.object(tf, "executing_eagerly", lambda: True):
         with pytest.raises(RuntimeError, match="eager execution is on: call tf.compat.v1.disable_eager_execution"):
             builder.build(layered, (X,))
+
+
+def test_later_build_does_not_see_the_losses_of_an_earlier_one():
+    def model(x):
+        tf.losses.add_loss(tf.reduce_mean(x ** 2))
+        return tf.losses.get_total_loss()
+
+    build(model, (X,), 2)
+    assert run(build(model, (X,), 2, training=False).loss) == pytest.approx((X ** 2).mean(), rel=1e-5)
+    assert len(tf.losses.get_losses()) == 4
+
+
+def test_summary_tags_of_two_builds_do_not_collide_and_keep_the_scope_around_them():
+    build(lambda x: [tf.summary.scalar("average", tf.reduce_mean(x)), x][1], (X,), 2)
+    build(lambda x: [tf.summary.scalar("average", tf.reduce_mean(x)), x][1], (X,), 2)
+    with tf.name_scope("outer"):
+        build(lambda x: [tf.summary.scalar("average", tf.reduce_mean(x)), x][1], (X,), 2)
+    values = tf.Summary.FromString(run(tf.summary.merge_all())).value
+    assert [value.tag for value in values] == ["average", "average_1", "outer/average"]
+
+
+def test_device_that_the_model_itself_names_is_kept():
+    def model(x):
+        with tf.device("/cpu:3"):
+            return tf.identity(x)
+
+    assert {tower.outputs.op.device.lower()[-5:] for tower in build(model, (X,), 2)} == {"cpu:3"}
+
+
+def test_batch_whose_tensors_disagree_in_size_needs_a_weight():
+    def part(rows):
+        return {"class_weights": np.ones(10, np.float32), "images": X[:rows]}
+
+    batch = towers.PerTower([part(7), part(1)])
+    with pytest.raises(ValueError, match=r"sizes \[7, 10\] along axis 0.*return a \"weight\""):
+        build(lambda batch: tf.reduce_mean(batch["images"]), batch)
+    replicas = build(lambda batch: {"loss": tf.reduce_mean(batch["images"]), "weight": tf.shape(batch["images"])[0]}, batch)
+    assert run([tower.weight for tower in replicas]) == [7 / 8, 1 / 8]

@@ -154,3 +154,17 @@ def test_average_gradients_refuses_lists_that_do_not_agree():
         towers.average_gradients([])
     with pytest.raises(ValueError, match="no gradient to average"):
         towers.average_gradients([[(None, v)]])
+
+
+def test_gradients_are_gated_and_colocated(monkeypatch):
+    seen = []
+    optimizer = SGD(1.0)
+    original = optimizer.compute_gradients
+
+    def spy(*args, **kwargs):
+        seen.append((kwargs["gate_gradients"], kwargs["colocate_gradients_with_ops"]))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(optimizer, "compute_gradients", spy)
+    towers.compute_gradients(build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2), optimizer)
+    assert seen == [(optimizer.GATE_OP, True)] * 2

@@ -188,3 +188,32 @@ def test_gradients_of_towers_in_any_order_twice_and_of_their_sum_agree():
     results = run([expected, tf.add_n(backwards) / 3, tf.add_n(again) / 3, of_sum, tf.add_n(with_towers) / 3])
     for result in results[1:]:
         np.testing.assert_allclose(result, results[0], rtol=1e-10, atol=1e-14)
+
+
+def test_tower_whose_weight_is_zero_though_it_has_rows_counts_nothing():
+    rng = np.random.RandomState(0)
+    x, valid = rng.randn(9, 3), np.array([1, 1, 1, 0, 0, 0, 1, 0, 1.0])
+
+    def model(x, valid):
+        weights = tf.get_variable("weights", [3, 2], tf.float64, tf.glorot_uniform_initializer(seed=1))
+        y = tf_syncbn.sync_batch_norm(tf.matmul(tf_syncbn.sync_batch_norm(x), weights))
+        y += 0.1 * towers.all_reduce(tf.reduce_sum(y ** 2, 0))
+        losses = tf.reduce_sum(y ** 2, 1)
+        return {"loss": tf.div_no_nan(tf.reduce_sum(losses * valid), tf.reduce_sum(valid)), "weight": tf.reduce_sum(valid)}
+
+    assert_equals_one_batch(model, (x, valid), 3, [3, 3, 3])
+
+
+@pytest.mark.parametrize("num_towers,sizes", SPLITS)
+def test_float32_law_holds_for_every_split(num_towers, sizes):
+    policy = POLICIES[num_towers % len(POLICIES)]
+    assert_equals_one_batch(convolutional, images_and_labels(np.float32), num_towers, sizes, policy)
+
+
+def test_law_holds_where_towers_differ_in_height_and_width():
+    rng = np.random.RandomState(0)
+    parts = [rng.randn(2, 4, 5, 3), rng.randn(1, 7, 2, 3)]
+    replicas = build(lambda x: tf_syncbn.sync_batch_norm(x), towers.PerTower(parts), 2)
+    rows = np.concatenate([part.reshape(-1, 3) for part in parts])
+    for ours, part in zip(run([tower.outputs for tower in replicas]), parts):
+        np.testing.assert_allclose(ours, (part - rows.mean(0)) / np.sqrt(rows.var(0) + 1e-3), atol=1e-12)

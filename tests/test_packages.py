@@ -76,8 +76,9 @@ getattr(tf.config, "experimental").set_visible_devices([], "GPU")
     subprocess.run([sys.executable, "-c", program], check=True, cwd=str(ROOT))
 
 
-def test_absence_of_tensorflow_is_one_clear_sentence():
-    program = "import sys; sys.modules['tensorflow'] = None; import towers"
+@pytest.mark.parametrize("module", ["towers", "tf_syncbn"])
+def test_absence_of_tensorflow_is_one_clear_sentence(module):
+    program = "import sys; sys.modules['tensorflow'] = None; import " + module
     out = subprocess.run([sys.executable, "-c", program], cwd=str(ROOT), stderr=subprocess.PIPE, universal_newlines=True)
     assert out.stderr.rstrip().split("\n")[-1].startswith("ImportError: towers needs TensorFlow, 1.15 or 2.x")
 

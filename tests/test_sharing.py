@@ -186,3 +186,47 @@ def test_regularizer_of_a_shared_variable_is_added_once():
 
     build(model, (X,), 3)
     assert len(tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES)) == 1
+
+
+def test_variable_of_another_scope_is_never_handed_out_for_one_that_tower_0_lacks():
+    def model(x):
+        for name in (["enc", "dec"] if index() == 0 else ["aux", "enc"]):
+            with tf.name_scope(name):
+                tf.Variable(np.ones(3, np.float32), name="w")
+        return x
+
+    with pytest.raises(towers.TowerMismatchError, match="Tower 1 makes the variable 'aux/w'"):
+        build(model, (X,), 2)
+
+
+def test_numbered_variables_of_which_a_tower_leaves_one_out_are_refused():
+    def model(x):
+        for number in ([1, 2] if index() == 0 else [3]):
+            with tf.name_scope("dense_%d" % number):
+                tf.Variable(np.ones(3, np.float32), name="w")
+        return x
+
+    with pytest.raises(towers.TowerMismatchError, match="'dense_2/w' and tower 1 makes fewer of that kind"):
+        build(model, (X,), 2)
+
+
+@pytest.mark.parametrize("initializer,dtype", [(np.ones(4), tf.float64), (0, tf.int32)])
+def test_get_variable_with_a_value_as_initializer_is_shared(initializer, dtype):
+    build(lambda x: [tf.get_variable("w", initializer=initializer, trainable=False), x][1], (X,), 2)
+    assert [v.dtype.base_dtype for v in tf.global_variables()] == [dtype]
+
+
+def test_exponential_moving_average_of_a_tensor_is_shared_and_has_no_tower_in_its_name():
+    def model(x):
+        mean = tf.reduce_mean(x, name="mean_x")
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.train.ExponentialMovingAverage(0.9).apply([mean]))
+        return mean
+
+    build(model, (X,), 3)
+    assert names() and not [name for name in names() if "tower" in name]
+
+
+def test_scope_around_the_towers_stays_in_the_names():
+    with tf.variable_scope("model"):
+        build(lambda x: x * tf.Variable(np.ones(3, np.float32), name="v") * tf.get_variable("w", [3]), (X,), 2)
+    assert sorted(names()) == ["model/v", "model/w"]

@@ -199,3 +199,30 @@ def test_nothing_is_said_of_models_whose_updates_are_collected():
 def test_update_devices_do_not_depend_on_the_tower():
     replicas = towers.TowerBuilder(cpus(2)).build(lambda x: tf.reduce_mean(tf_syncbn.sync_batch_norm(x) ** 2), (X,))
     run(towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all"))
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has Keras 3, which has no graph mode")
+def test_keras_batch_norm_whose_updates_nobody_collected_is_said_by_name():
+    def model(x, collect):
+        layer = tf.keras.layers.BatchNormalization(name="keras_bn")
+        y = layer(x, training=True)
+        for update in layer.updates if collect else ():
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
+        return tf.reduce_mean(y ** 2)
+
+    with tf.Graph().as_default():
+        with pytest.warns(UserWarning, match="keras_bn/moving_mean.*layer.updates"):
+            towers.collect_update_ops(build(lambda x: model(x, False), (X,), 2))
+    assert len(towers.collect_update_ops(build(lambda x: model(x, True), (X,), 2))) == 2
+
+
+def test_updates_that_wait_for_one_another_across_towers_are_refused():
+    def model(x):
+        moving = tf.get_variable("moving", [4], trainable=False)
+        update = tf.assign_sub(moving, towers.all_reduce(tf.reduce_mean(x, 0) - moving))
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
+        return tf.reduce_mean(x)
+
+    replicas = build(model, (X,), 3)
+    with pytest.raises(ValueError, match="earlier tower's update waits for"):
+        collect_update_ops(replicas, "all")

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.cross_tower import cross_tower_sum_at
-from towers.exchange import clean_at, gradient_place, meet_at, next_place, remember_place, tower_here
+from towers.exchange import gradient_place, meet_at, next_place, remember_place, tower_here
 from towers.graph_walk import written_variable
 from tf_syncbn.moments import local_moments, merge_groups, unpack
 from tf_syncbn.normalization import gradient_sums, input_gradient, normalize
@@ -166,7 +166,6 @@ def _sync_batch_norm_gradient(op, dy, d_mean, d_variance, *_):
     `d_mean` and `d_variance` when this function is itself differentiated: hence derivatives of any order.
     """
     place, detail = gradient_place(op)
-    dy = clean_at(place, dy)
     mean, variance = op.outputs[1:3]
     x, count, training = op.inputs[3:6]
     optional = list(op.inputs[6:])

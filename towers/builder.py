@@ -138,7 +138,9 @@ class TowerBuilder:
         Args:
           model_fn: a function of the tower's batch. Returns its scalar loss, a mean over its examples; or a dict with a
             "loss" and anything else; or any structure of tensors, if there is nothing to train. A "weight" in the dict,
-            a scalar, replaces the number of examples as the tower's share: the number of valid pixels, say.
+            a scalar, replaces the number of examples as the tower's share: the number of valid pixels, say. Where it may
+            be 0 in a tower that has examples, let the loss be finite there (`tf.div_no_nan`): the derivative of 0 / 0 is
+            NaN, and reaches every tower that this one meets.
           batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or
             `towers.PerTower`; or a function of the tower's `TowerContext` that makes its batch, on the host's CPU. A
             tuple reaches `model_fn` as positional arguments, anything else as its one argument.
@@ -157,7 +159,7 @@ class TowerBuilder:
         build = _Build(self, training)
         towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
         _check_alike(towers)
-        weights = build.meetings.weights = _shares([tower.weight for tower in towers], self.aggregation_device)
+        weights = _shares([tower.weight for tower in towers], self.aggregation_device)
         return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
 
     def _divide(self, batch):
@@ -177,7 +179,7 @@ class _Build:
 
     def __init__(self, builder, training):
         self._builder, self._training = builder, training
-        self.meetings = Meetings(builder.devices, builder.aggregation_device)
+        self._meetings = Meetings(builder.devices, builder.aggregation_device)
         self._collections, self._sharing, self._shared_updates = TowerCollections(), VariableSharing(), []
 
     def add_tower(self, model_fn, index, batch):
@@ -185,14 +187,14 @@ class _Build:
         graph, devices = tf.get_default_graph(), self._builder.devices
         with tf.name_scope("tower_%d" % index) as name_scope:
             context = TowerContext(index, len(devices), devices[index], self._builder.aggregation_device, self._training,
-                                   name_scope, self.meetings, self._shared_updates)
+                                   name_scope, self._meetings, self._shared_updates)
             args = _arguments(batch, context)
             first_op = len(graph.get_operations())
             place = tower_device_function(devices[index], self._builder.variables_device)
             with self._collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
                 with enter_tower(context), tf.device(place):
                     outputs = model_fn(*args)
-        self.meetings.check_complete(index)
+        self._meetings.check_complete(index)
         return Tower(context, outputs, _loss_of(outputs, index), _count(outputs, args), added[tf.GraphKeys.UPDATE_OPS],
                      graph.get_operations()[first_op:])
 

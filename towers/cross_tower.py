@@ -5,7 +5,7 @@ one, to any order of derivative. `tf.gradients` of one tower's loss never walks 
 """
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import clean_at, gradient_place, meet_at, next_place, remember_place, tower_here
+from towers.exchange import gradient_place, meet_at, next_place, remember_place, tower_here
 
 __all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
 
@@ -116,13 +116,13 @@ def _join(per_tower):
 @tf.RegisterGradient("TowersSum")
 def _sum_gradient(op, dy, _):
     place, group_size = gradient_place(op)
-    return None, cross_tower_sum_at(place, clean_at(place, tf.convert_to_tensor(dy)), group_size)
+    return None, cross_tower_sum_at(place, tf.convert_to_tensor(dy), group_size)
 
 
 @tf.RegisterGradient("TowersAllGather")
 def _all_gather_gradient(op, dy, *_):
     place, _ = gradient_place(op)
-    total = cross_tower_sum_at(place, clean_at(place, tf.convert_to_tensor(dy)))
+    total = cross_tower_sum_at(place, tf.convert_to_tensor(dy))
     _, part, offset = op.inputs
     begin = tf.concat([[offset], tf.zeros([part.shape.rank - 1], tf.int32)], 0)
     return None, tf.slice(total, begin, tf.shape(part)), None

@@ -72,7 +72,6 @@ class Meetings:
         self._arrivals = {}  # key -> {tower: (stand-ins, contributions)}, until the last tower comes
         self._flow_at = {}  # key -> the control flow that its first tower came in
         self._gradient_label = None
-        self.weights = None  # the towers' shares of the global batch, once all are built
         self._num_gradient_passes = 0
 
     def forward_place(self, tower, name, kind, dtypes, shapes):
@@ -215,30 +214,6 @@ def tower_here(kind):
             "can't meet there, and local statistics would be wrong. Recompute only what stands between such layers."
             % (kind, tf.get_default_graph().get_name_scope()))
     return current_tower()
-
-
-def without_nan_of_empty(gradient, weight):
-    """Takes out the NaN that a tower which counts nothing makes of 0 times the derivative of a mean over nothing.
-
-    Args:
-      gradient: tensor, `tf.IndexedSlices` or None.
-      weight: the tower's share of the global batch, a float or a scalar tensor.
-
-    Returns:
-      `gradient`, with 0 where it is not finite if the weight is 0.
-    """
-    if gradient is None or (isinstance(weight, float) and weight):
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(without_nan_of_empty(gradient.values, weight), gradient.indices, gradient.dense_shape)
-    return tf.where_v2(tf.logical_or(weight > 0, tf.is_finite(gradient)), gradient, tf.zeros_like(gradient))
-
-
-def clean_at(place, gradient):
-    """Returns the gradient that arrives at a tower's op, before other towers see it, by `without_nan_of_empty`."""
-    if place is None or place.meetings.weights is None:
-        return gradient
-    return without_nan_of_empty(gradient, place.meetings.weights[place.tower])
 
 
 def next_place(kind, contributions, shapes=None):

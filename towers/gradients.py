@@ -9,7 +9,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError, without_nan_of_empty
+from towers.exchange import TowerMismatchError
 
 __all__ = ["average_gradients", "compute_gradients"]
 
@@ -111,7 +111,16 @@ def _tower_gradients(tower, num_towers, optimizer, var_list):
     # Ungated, TensorFlow 1.15 applied some variables' updates while others' gradients still read them.
     grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=tf.train.Optimizer.GATE_OP,
                                         colocate_gradients_with_ops=True, grad_loss=scale)
-    return [(without_nan_of_empty(gradient, weight), variable) for gradient, variable in grads]
+    return [(_without_nan_of_empty(gradient, weight), variable) for gradient, variable in grads]
+
+
+def _without_nan_of_empty(gradient, weight):
+    """Takes out the NaN that a tower without examples makes of 0 times the derivative of a mean over nothing."""
+    if gradient is None or (isinstance(weight, float) and weight):
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_without_nan_of_empty(gradient.values, weight), gradient.indices, gradient.dense_shape)
+    return tf.where_v2(tf.logical_or(weight > 0, tf.is_finite(gradient)), gradient, tf.zeros_like(gradient))
 
 
 def _mean(gradients, num_towers):

@@ -94,12 +94,18 @@ def _order(replicas, updates):
         earlier = {name: last_writers[name] for name in writers if name in last_writers}
         before = ancestors([op for ops_of_variable in earlier.values() for op in ops_of_variable])
         for op in ops:
-            if op in before and written_variable(op) is not None:
+            if op in before and _reads(op, earlier):
                 raise ValueError("The updates of the towers can't run one after the other: an earlier tower's update waits "
                                  "for %r. Use the policy 'first' or 'last'." % op.name)
-            if op not in needed and op not in before:
+            if op not in needed:
                 _read_after(op, earlier, set(ops) - needed)
         last_writers.update(writers)
+
+
+def _reads(op, variables):
+    sources = [tensor.op for tensor in op.inputs]
+    return any(source.name in variables or (source.type in _READS and source.inputs[0].op.name in variables)
+               for source in sources)
 
 
 def _read_after(op, earlier, movable):

@@ -1,12 +1,13 @@
 """What stands in a training folder, checked before anything is written there."""
-import json
+import glob
 import os
 
 import tensorflow.compat.v1 as tf
 
 from examples.cifar10.report import read_json
 
-__all__ = ["UsageError", "check_checkpoint", "check_settings", "newest_checkpoint", "read_settings"]
+__all__ = ["UsageError", "check_checkpoint", "check_settings", "newest_checkpoint", "read_history", "read_settings",
+           "restore"]
 
 
 class UsageError(ValueError):
@@ -16,12 +17,28 @@ class UsageError(ValueError):
 def newest_checkpoint(train_dir):
     """Returns the path of the last checkpoint that was written whole, or None."""
     state = tf.train.get_checkpoint_state(train_dir)
-    for path in reversed(state.all_model_checkpoint_paths if state else []):
+    paths = list(state.all_model_checkpoint_paths) if state else []
+    if not paths:  # without its state file, or with a damaged one, a folder still has its checkpoints
+        paths = [path[:-len(".index")] for path in glob.glob(os.path.join(glob.escape(train_dir), "model.ckpt-*.index"))]
+        paths.sort(key=lambda path: int(path.rsplit("-", 1)[1]))
+    for path in reversed(paths):
         # The folder may have been moved since: the names are what counts.
         path = os.path.join(train_dir, os.path.basename(path))
         if tf.train.checkpoint_exists(path):
             return path
     return None
+
+
+def restore(saver, session, path):
+    """Restores a checkpoint.
+
+    Raises:
+      UsageError: if it is damaged.
+    """
+    try:
+        saver.restore(session, path)
+    except (tf.errors.OpError, ValueError) as error:
+        raise UsageError("The checkpoint %s can't be read: it is damaged (%s)." % (path, type(error).__name__)) from error
 
 
 def read_settings(train_dir):
@@ -30,10 +47,22 @@ def read_settings(train_dir):
     Raises:
       UsageError: if the file is damaged.
     """
-    path = os.path.join(train_dir, "settings.json")
+    return _read_json(os.path.join(train_dir, "settings.json"), {})
+
+
+def read_history(train_dir, step):
+    """Returns the records of the epochs up to `step`, a list of dicts.
+
+    Raises:
+      UsageError: if the file is damaged.
+    """
+    return [record for record in _read_json(os.path.join(train_dir, "history.json"), []) if record["step"] <= step]
+
+
+def _read_json(path, default):
     try:
-        return read_json(path, {})
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return read_json(path, default)
+    except ValueError as error:  # of JSON or of its encoding
         raise UsageError("%s is damaged: %s." % (path, error)) from error
 
 

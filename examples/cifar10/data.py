@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["DataError", "Dataset", "Images", "Pipeline", "download", "generate", "load"]
+__all__ = ["DataError", "Dataset", "Images", "Pipeline", "download", "generate", "is_there", "load"]
 
 CLASSES = 10
 IMAGE_SHAPE = (32, 32, 3)
@@ -66,6 +66,12 @@ def load(data_dir):
                            _read_pickle(os.path.join(folder, "test_batch")), "CIFAR-10")
     raise DataError("There is no CIFAR-10 in %s: neither data_batch_1.bin nor data_batch_1 is there, nor in %s or %s. "
                     "--download fetches it." % (data_dir, BINARY_FOLDER, PICKLE_FOLDER))
+
+
+def is_there(data_dir):
+    """Tells whether `load` would find CIFAR-10 in a folder, whole or not."""
+    return any(os.path.exists(os.path.join(data_dir, *path)) for path in (
+        (BINARY_FOLDER, "data_batch_1.bin"), ("data_batch_1.bin",), (PICKLE_FOLDER, "data_batch_1"), ("data_batch_1",)))
 
 
 def generate(num_train=5000, num_test=1000, seed=0):

@@ -15,7 +15,8 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
-from examples.cifar10.checkpoint import UsageError, check_checkpoint, newest_checkpoint, read_settings  # noqa: E402
+from examples.cifar10.checkpoint import (  # noqa: E402
+    UsageError, check_checkpoint, newest_checkpoint, read_settings, restore)
 from examples.cifar10.model import resnet  # noqa: E402
 from examples.cifar10.train import add_data_arguments, load_data, positive_int, tower_devices  # noqa: E402
 
@@ -52,7 +53,7 @@ def evaluate(settings):
         correct = builder.build(model_fn, pipeline.batch, training=False).merged["correct"]
         check_checkpoint(checkpoint, tf.global_variables(), trained["depth"])
         with tf.Session(config=towers.session_config(builder.devices)) as session:
-            tf.train.Saver().restore(session, checkpoint)
+            restore(tf.train.Saver(), session, checkpoint)
             pipeline.start(session)
             right = np.concatenate([session.run(correct) for _ in range(pipeline.steps_an_epoch)])
     accuracy = float(right.mean())

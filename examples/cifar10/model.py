@@ -1,4 +1,6 @@
-"""A ResNet for 32 x 32 images as a plain model function: `tf.nn`, `tf.get_variable`, and no word about towers.
+"""A ResNet for 32 x 32 images as a plain model function on `tf.nn` and `tf.get_variable`.
+
+Of towers only the unsynced batch norm knows anything: it asks the tower whether it trains, as `sync_batch_norm` does.
 
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2015), section 4.2: depth 6n + 2, three stages of
 n blocks with 16, 32 and 64 channels, shortcuts without parameters. Depth 20 has 0.27 million parameters.

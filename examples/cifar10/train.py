@@ -18,7 +18,8 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
-from examples.cifar10.checkpoint import UsageError, check_checkpoint, check_settings, newest_checkpoint  # noqa: E402
+from examples.cifar10.checkpoint import (  # noqa: E402
+    UsageError, check_checkpoint, check_settings, newest_checkpoint, read_history, restore)
 from examples.cifar10.model import resnet  # noqa: E402
 from examples.cifar10.report import Progress, draw_curve, read_json, write_json  # noqa: E402
 
@@ -84,7 +85,8 @@ def load_data(settings):
     if settings.download:
         if not settings.data_dir:
             raise UsageError("--download needs a --data-dir to fetch CIFAR-10 into.")
-        data.download(settings.data_dir)
+        if not data.is_there(settings.data_dir):
+            data.download(settings.data_dir)
     return data.load(settings.data_dir) if settings.data_dir else data.generate()
 
 
@@ -175,15 +177,17 @@ def train(settings):
         checkpoint = newest_checkpoint(settings.train_dir)
         if checkpoint:
             check_checkpoint(checkpoint, tf.global_variables(), settings.depth)
-        os.makedirs(settings.train_dir, exist_ok=True)
-        write_json(os.path.join(settings.train_dir, "settings.json"), dict(vars(settings), data=dataset.name))
         with tf.Session(config=training.config) as session, _Interruption() as interruption:
             if checkpoint:
-                saver.restore(session, checkpoint)
-                saver.recover_last_checkpoints(tf.train.get_checkpoint_state(settings.train_dir).all_model_checkpoint_paths)
+                restore(saver, session, checkpoint)
+                state = tf.train.get_checkpoint_state(settings.train_dir)
+                saver.recover_last_checkpoints(state.all_model_checkpoint_paths if state else [checkpoint])
                 print("Going on from step %d, %s." % (session.run(training.global_step), checkpoint))
             else:
                 session.run(tf.global_variables_initializer())
+            read_history(settings.train_dir, 0)  # a damaged one is refused before anything is written
+            os.makedirs(settings.train_dir, exist_ok=True)
+            write_json(os.path.join(settings.train_dir, "settings.json"), dict(vars(settings), data=dataset.name))
             return _run(settings, dataset, training, saver, session, interruption)
 
 
@@ -192,7 +196,7 @@ def _run(settings, dataset, training, saver, session, interruption):
     if step >= training.num_steps:
         print("The %d steps asked for are done." % training.num_steps)
     history_path = os.path.join(settings.train_dir, "history.json")
-    history = [record for record in read_json(history_path, []) if record["step"] <= step]
+    history = read_history(settings.train_dir, step)
     progress = Progress(step, training.num_steps, settings.batch_size)
     writer = tf.summary.FileWriter(settings.train_dir, session.graph if step == 0 else None)
     steps_an_epoch = training.pipeline.steps_an_epoch
@@ -226,8 +230,11 @@ def _run(settings, dataset, training, saver, session, interruption):
         progress.close()
         writer.close()
     if step < training.num_steps:
-        print("Interrupted; step %d is saved in %s. Run the same command again to go on from there."
-              % (step, settings.train_dir))
+        if step:
+            print("Interrupted; step %d is saved in %s. Run the same command again to go on from there."
+                  % (step, settings.train_dir))
+        else:
+            print("Interrupted before the first step.")
         return 128 + interruption.signal
     _finish(settings, dataset, history, step, time.time() - started, (step - first_step) * settings.batch_size)
     return 0
@@ -253,7 +260,7 @@ def _end_epoch(step, steps_an_epoch, sums, training, session, progress, writer):
 def _finish(settings, dataset, history, step, seconds, images):
     results_path = os.path.join(settings.train_dir, "results.json")
     curve_path = os.path.join(settings.train_dir, "curve.png")
-    if images or not os.path.exists(results_path):
+    if images or not os.path.exists(results_path) or read_json(results_path, {}).get("step") != step:
         write_json(results_path, {
             "settings": vars(settings), "data": dataset.name, "tensorflow": tf.__version__, "step": step,
             "test_accuracy": history[-1]["test_accuracy"] if history else None,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10 import evaluate, train
+from examples.cifar10 import data, evaluate, train
 from examples.cifar10.model import resnet
 from examples.cifar10.report import Progress, draw_curve, write_json
 from tests.support import build
@@ -203,8 +203,45 @@ def test_damaged_files_of_a_training_folder_are_refused(trained, tmp_path, capsy
     index, = tmp_path.glob("*.index")
     index.write_bytes(index.read_bytes()[:20])
     refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read")
+    index.write_bytes((train_dir / index.name).read_bytes())
+    shard, = tmp_path.glob("*.data-*")
+    shard.write_bytes(shard.read_bytes()[:1000])
+    before = listing(tmp_path)
+    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read: it is damaged")
+    refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read: it is damaged")
+    assert listing(tmp_path) == before
+    shard.write_bytes((train_dir / shard.name).read_bytes())
+    (tmp_path / "history.json").write_text("[")
+    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "history.json is damaged")
+    (tmp_path / "checkpoint").write_text("nonsense")
+    assert evaluate.main(["--train-dir", str(tmp_path)]) == 0  # the checkpoint itself is found
+    capsys.readouterr()
     (tmp_path / "settings.json").write_text("{")
     refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "settings.json is damaged")
+
+
+@pytest.fixture(scope="module")
+def cifar_files(tmp_path_factory):
+    """Files in CIFAR-10's binary layout, the test file's images those of ten classes made here."""
+    root = tmp_path_factory.mktemp("files")
+    (root / data.BINARY_FOLDER).mkdir()
+    made = data.generate(10000, 10).train
+    records = np.concatenate([made.labels[:, None].astype(np.uint8), made.images.transpose(0, 3, 1, 2).reshape(10000, -1)], 1)
+    for name in ["data_batch_%d" % i for i in range(1, 6)] + ["test_batch"]:
+        records.tofile(str(root / data.BINARY_FOLDER / (name + ".bin")))
+    return root
+
+
+@pytest.mark.parametrize("arguments", [["--num-towers", "2", "--sync-bn", "--update-ops", "all"],
+                                       ["--num-towers", "4", "--no-sync-bn", "--update-ops", "all"],
+                                       ["--num-towers", "2", "--no-sync-bn", "--update-ops", "first"]])
+def test_training_on_cifar10_files_with_every_kind_of_batch_norm(cifar_files, tmp_path, capsys, arguments):
+    assert train.main(SMALL + arguments + ["--steps", "3", "--data-dir", str(cifar_files), "--download",
+                                           "--train-dir", str(tmp_path)]) == 0
+    assert "on CIFAR-10 after 3 steps" in capsys.readouterr().out
+    with tf.Graph().as_default():
+        moved = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(tmp_path)))
+        assert np.abs(moved.get_tensor("first_bn/moving_mean")).max() > 0
 
 
 def test_evaluate_refuses_an_empty_folder_and_other_data(trained, tmp_path, capsys):
