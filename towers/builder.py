@@ -93,8 +93,7 @@ class Towers:
             return tf.concat(leaves, 0)
         if not leaves[0].dtype.is_floating:
             leaves = [tf.cast(leaf, tf.float32) for leaf in leaves]
-        weights = [tower.weight for tower in self]
-        return _weighted_sum(leaves, weights if None not in weights else [1.0 / len(self)] * len(self))
+        return _weighted_sum(leaves, [tower.weight for tower in self])
 
 
 class TowerBuilder:

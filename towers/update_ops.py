@@ -51,7 +51,8 @@ def collect_update_ops(replicas, policy="first"):
     chosen = {"first": own[:1], "last": own[-1:], "all": own}[policy]
     updates = [update for updates_of_tower in chosen for update in updates_of_tower] + list(shared)
     made = set(op for tower in replicas for op in tower.ops)
-    for op in [_op(update) for update in updates] + [op for op in ancestors(updates) if op in made and _assigns(op)]:
+    for op in [_op(update) for update in updates] + [
+            op for op in ancestors(updates) if op in made and op.type.startswith("Assign")]:
         _check_control_flow(op)
     _warn_of_unreached(replicas[0])
     if policy == "all" and len(replicas) > 1:
@@ -61,10 +62,6 @@ def collect_update_ops(replicas, policy="first"):
 
 def _op(update):
     return getattr(update, "op", update)
-
-
-def _assigns(op):
-    return op.type.startswith("Assign") and not op.type.startswith("Assert")
 
 
 def _check_control_flow(op):
