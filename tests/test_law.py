@@ -204,9 +204,9 @@ def test_tower_whose_weight_is_zero_though_it_has_rows_counts_nothing():
     assert_equals_one_batch(model, (x, valid), 3, [3, 3, 3])
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_towers,sizes", SPLITS)
-def test_float32_law_holds_for_every_split(num_towers, sizes):
-    policy = POLICIES[num_towers % len(POLICIES)]
+def test_float32_law_holds_for_every_split_and_policy(num_towers, sizes, policy):
     assert_equals_one_batch(convolutional, images_and_labels(np.float32), num_towers, sizes, policy)
 
 
