@@ -5,9 +5,11 @@ import tensorflow.compat.v1 as tf
 
 from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place, tower_here
-from towers.graph_walk import written_variable
-from tf_syncbn.moments import local_moments, merge_groups, unpack
-from tf_syncbn.normalization import gradient_sums, input_gradient, normalize
+from tf_syncbn.graph_function import call
+from tf_syncbn.moments import accumulator, local_moments, merge_groups, unpack
+from tf_syncbn.moving_averages import collect_updates, moving_average_steps, update_ops
+from tf_syncbn.normalization import gradient_sums, input_gradient, normalize, normalize_differences
+from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 
 __all__ = ["sync_batch_norm"]
 
@@ -17,8 +19,9 @@ class _Detail(NamedTuple):
     axis: int
     epsilon: float
     group_size: Any
-    has_gamma: bool
-    has_beta: bool
+    sums_by: str
+    jit_compile: bool
+    optional: tuple  # which of gamma, beta, mask and training there are, as bools
 
 
 def sync_batch_norm(
@@ -26,7 +29,8 @@ def sync_batch_norm(
         gamma_initializer=tf.ones_initializer(), moving_mean_initializer=tf.zeros_initializer(),
         moving_variance_initializer=tf.ones_initializer(), beta_regularizer=None, gamma_regularizer=None,
         beta_constraint=None, gamma_constraint=None, training=None, trainable=True, name=None, reuse=None, mask=None,
-        group_size=None, updates_collections=tf.GraphKeys.UPDATE_OPS):
+        group_size=None, updates_collections=tf.GraphKeys.UPDATE_OPS, renorm=False, renorm_clipping=None,
+        renorm_momentum=0.99, jit_compile=False):
     """Normalizes a batch by the moments of all towers' batches together.
 
         y = gamma (x - mean) / sqrt(var + epsilon) + beta
@@ -44,7 +48,11 @@ def sync_batch_norm(
     also rank 5 with axis 1 or 4, not float64), the biased one elsewhere. Where nothing at all was counted they stay as
     they are.
 
-    Gradients are those of one tower on the whole batch, to any order of derivative. None reaches `mask`.
+    With `renorm` the output in training is that of batch renormalization (Ioffe 2017), by the moments of all towers; three
+    variables more, `moving_stddev`, `renorm_mean` and `renorm_stddev`, are those of `tf.layers`.
+
+    Gradients are those of one tower on the whole batch, to any order of derivative. None reaches `mask`. The backward pass
+    keeps `inputs` and vectors of [C].
 
     Args:
       inputs: float16, bfloat16, float32 or float64 tensor of known rank, at least 2, and a known number of channels C.
@@ -67,6 +75,11 @@ def sync_batch_norm(
         None is all towers. The moving averages take the whole batch's moments.
       updates_collections: the collection or collections that the updates of moving averages are added to; None runs
         them before the output, and `()` leaves the moving averages alone.
+      renorm: whether to renormalize.
+      renorm_clipping: dict that may hold scalars or scalar tensors "rmin", "rmax", "dmax", the limits of the corrections.
+      renorm_momentum: as `momentum`, of `renorm_mean` and `renorm_stddev`.
+      jit_compile: whether XLA compiles the layer's kernels (TensorFlow 2): faster where shapes are static and seldom
+        change; each new shape takes up to a second of compilation.
 
     Returns:
       A tensor of the shape and dtype of `inputs`.
@@ -85,14 +98,18 @@ def sync_batch_norm(
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse) as scope:
         scope.set_partitioner(None)
         inputs = tf.convert_to_tensor(inputs, name="inputs")
-        momentum = tf.convert_to_tensor(momentum) if isinstance(momentum, tf.Variable) else momentum
+        momentum, renorm_momentum = (
+            tf.convert_to_tensor(m) if isinstance(m, tf.Variable) else m for m in (momentum, renorm_momentum))
         axis = _check_inputs(inputs, axis, scope.name)
         training = _check_training(training, tower, scope.name)
         _check_numbers(momentum, epsilon, group_size, tower, scope.name)
-        dtype = tf.float64 if inputs.dtype == tf.float64 else tf.float32
+        _check_numbers(renorm_momentum, epsilon, group_size, tower, scope.name)
+        limits = check_clipping(renorm_clipping, scope.name)
+        _check_jit(jit_compile, scope.name)
+        dtype = accumulator(inputs.dtype)
         channels = tf.dimension_value(inputs.shape[axis])
 
-        def variable(wanted, variable_name, initializer, is_trainable, regularizer=None, constraint=None):
+        def variable(wanted, variable_name, initializer, is_trainable=False, regularizer=None, constraint=None):
             if not wanted:
                 return None
             collections = [tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.MODEL_VARIABLES]
@@ -101,55 +118,88 @@ def sync_batch_norm(
 
         gamma = variable(scale, "gamma", gamma_initializer, trainable, gamma_regularizer, gamma_constraint)
         beta = variable(center, "beta", beta_initializer, trainable, beta_regularizer, beta_constraint)
-        moving_mean = variable(True, "moving_mean", moving_mean_initializer, False)
-        moving_variance = variable(True, "moving_variance", moving_variance_initializer, False)
-        affine = [v if v is None else tf.cast(v, dtype) for v in (gamma, beta)]  # a custom getter may hand out float16
-        x = tf.cast(inputs, dtype)
+        moving = [variable(True, "moving_mean", moving_mean_initializer),
+                  variable(True, "moving_variance", moving_variance_initializer)]
+        if renorm:
+            stddev_initializer = square_root_of(moving_variance_initializer)
+            moving += [variable(True, "moving_stddev", stddev_initializer),
+                       variable(True, "renorm_mean", moving_mean_initializer),
+                       variable(True, "renorm_stddev", stddev_initializer)]
+        gamma, beta = (v if v is None else tf.cast(v, dtype) for v in (gamma, beta))  # a custom getter may hand out float16
         if training is False:
-            y = normalize(x, tf.cast(moving_mean, dtype), tf.cast(moving_variance, dtype), *affine, epsilon, axis)
-            return tf.cast(y, inputs.dtype)
+            mean, variance = (tf.cast(v, dtype) for v in moving[:2])
+            return tf.identity(normalize(inputs, mean, variance, gamma, beta, epsilon, axis), name="output")
 
-        mask = _check_mask(mask, x, axis, scope.name)
-        place, used, whole = _meet(x, axis, mask, group_size, tower)
-        count, mean, variance = unpack(used, channels)
-        if training is not True:
-            mean = tf.where_v2(training, mean, moving_mean)
-            variance = tf.where_v2(training, variance, moving_variance)
-        y = normalize(x, mean, variance, *affine, epsilon, axis)
-        detail = _Detail(axis, epsilon, group_size, scale, center)
-        y = _with_gradient(place, detail, y, mean, variance, x, *affine, count, training, mask)
+        mask = _check_mask(mask, inputs, axis, scope.name)
+        when = None if training is True else training
+        detail = _Detail(axis, epsilon, group_size, _fastest_sums(tower, jit_compile), jit_compile,
+                         tuple(tensor is not None for tensor in (gamma, beta, mask, when)))
+        differences, near, packed = call(
+            local_moments, inputs, mask, axis=axis, sums_by=detail.sums_by, jit_compile=jit_compile)
+        aggregate = _aggregate(group_size)
+        if renorm:
+            aggregate = with_corrections(aggregate, when, *moving[3:], limits, epsilon)
+        place, used, whole, *corrections = _meet(packed, aggregate, tower, channels)
+        if when is not None:
+            used = tf.where_v2(when, used, tf.concat([used[:1]] + [tf.cast(v, dtype) for v in moving[:2]], 0))
+        if renorm:
+            r, d = tf.split(tf.stop_gradient(corrections[0]), 2)
+            gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
+            beta = d if beta is None else beta + d
+            detail = detail._replace(optional=(True, True) + detail.optional[2:])
+        y = call(normalize_differences, differences, near, used, gamma, beta, axis=axis, epsilon=epsilon,
+                 dtype=inputs.dtype, jit_compile=jit_compile)
+        y = _with_gradient(place, detail, y, used, inputs, (gamma, beta, mask, when))
         if updates_collections != () and (tower is None or tower.is_first):
-            updates = _updates(moving_mean, moving_variance, unpack(whole, channels), momentum, training,
-                               _stores_unbiased(inputs, axis), _earlier_updates(updates_collections, tower))
+            rates = [_as_tensor_or_float(m) for m in (momentum, renorm_momentum)]
+            if renorm:
+                updates = update_ops(moving, renorm_steps, [whole, rates[0][0], rates[1][0], when], updates_collections, tower,
+                                     keep=rates[0][1], renorm_keep=rates[1][1], epsilon=epsilon)
+            else:
+                updates = update_ops(moving, moving_average_steps, [whole, rates[0][0], when], updates_collections, tower,
+                                     keep=rates[0][1], unbiased=_stores_unbiased(inputs, axis))
             if updates_collections is None:
                 with tf.control_dependencies(updates):
                     y = tf.identity(y)
             else:
-                _collect(updates, updates_collections, tower)
-        return tf.cast(y, inputs.dtype, name="output")
+                collect_updates(updates, updates_collections, tower)
+        return tf.identity(y, name="output")
 
 
-def _meet(x, axis, mask, group_size, tower):
-    """Returns the layer's place, and the packed moments of the tower's group and of all towers."""
-    packed = local_moments(x, axis, mask)
-    aggregate = merge_groups(group_size)
+def _as_tensor_or_float(momentum):
+    return (momentum, None) if tf.is_tensor(momentum) else (None, float(momentum))
+
+
+def _fastest_sums(tower, jit_compile):
+    """Returns how `channel_sums` is to sum where the tower computes."""
+    if jit_compile:
+        return "slices"
+    return "matmul" if tower is not None and "CPU" in tower.device.upper() else "reduce"
+
+
+def _aggregate(group_size):
+    """Returns an aggregate for an exchange: for each tower, the moments of its group and of all towers."""
+    def aggregate(per_tower):
+        packed = [contribution for contribution, in per_tower]
+        size = group_size or len(packed)
+        *groups, whole = call(merge_groups, *packed, group_size=size)
+        return [[groups[i // size], whole] for i in range(len(packed))]
+    return aggregate
+
+
+def _meet(packed, aggregate, tower, channels):
+    """Returns the layer's place, and what the aggregate holds for this tower."""
     if tower is None:
-        used, whole = aggregate([[packed]])[0]
-        return None, used, whole
+        return (None, *aggregate([[packed]])[0])
     with tf.name_scope("exchange"):
         place = next_place("sync_batch_norm", [packed])
-        if group_size is None:
-            used, = meet_at(place, [packed], lambda per_tower: [r[:1] for r in aggregate(per_tower)],
-                            [(packed.dtype, packed.shape)])
-            return place, used, used
-        used, whole = meet_at(place, [packed], aggregate, [(packed.dtype, packed.shape)] * 2)
-        return place, used, whole
+        merged = [(packed.dtype, packed.shape)] * 2
+        return (place, *meet_at(place, [packed], aggregate, merged + [(packed.dtype, [2 * channels])]))
 
 
-def _with_gradient(place, detail, y, mean, variance, x, gamma, beta, count, training, mask):
+def _with_gradient(place, detail, y, moments, x, optional):
     """Returns `y` with the layer's gradient; autodiff sees neither how `y` nor how its moments were computed."""
-    tensors = [y, mean, variance, x, count, tf.cast(training, x.dtype)]
-    tensors += [tensor for tensor in (gamma, beta, mask) if tensor is not None]
+    tensors = [y, moments, x] + [tensor for tensor in optional if tensor is not None]
     with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncBatchNorm"}):
         outputs = tf.identity_n(tensors, name="with_gradient")
     remember_place(outputs[0].op, place, detail)
@@ -157,80 +207,40 @@ def _with_gradient(place, detail, y, mean, variance, x, gamma, beta, count, trai
 
 
 @tf.RegisterGradient("SyncBatchNorm")
-def _sync_batch_norm_gradient(op, dy, d_mean, d_variance, *_):
+def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     """The gradient of one tower's part; `op` passes on what it was given, moments among them.
 
-    With `r = 1 / sqrt(var + epsilon)` and `a = gamma r`, the loss pulls at the moments by `-a sum dy` and
-    `-a r^2 / 2 sum dy (x - mean)`, summed over towers, and each counted position has its share in them:
-    `dx = a dy + mask (G_mean + 2 (x - mean) G_var) / n`. The moments are outputs of `op`, whose gradients arrive here as
-    `d_mean` and `d_variance` when this function is itself differentiated: hence derivatives of any order.
+    The moments are an output of `op`, whose gradient arrives here as `d_moments` when this function is itself
+    differentiated: hence derivatives of any order. In a first derivative it is zeros, and towers exchange half as much.
     """
     place, detail = gradient_place(op)
-    mean, variance = op.outputs[1:3]
-    x, count, training = op.inputs[3:6]
-    optional = list(op.inputs[6:])
-    gamma = optional.pop(0) if detail.has_gamma else None
-    if detail.has_beta:
-        optional.pop(0)
-    mask = optional[0] if optional else None
+    moments, x = op.outputs[1], op.inputs[2]
+    given = iter(op.inputs[3:])
+    gamma, _, mask, training = optional = [next(given) if there else None for there in detail.optional]
+    options = {"axis": detail.axis, "jit_compile": detail.jit_compile}
     with tf.name_scope("exchange"):
-        inverse = tf.rsqrt(variance + detail.epsilon)
-        scale = inverse if gamma is None else gamma * inverse
-        sum_dy, sum_dy_centred = gradient_sums(dy, x, mean, detail.axis)
-        packed = tf.concat([d_mean - scale * sum_dy,
-                            d_variance - 0.5 * scale * tf.square(inverse) * sum_dy_centred], 0)
+        sums = call(gradient_sums, dy, x, moments, masked=mask is not None, sums_by=detail.sums_by, **options)
+        totals = sums if _is_zeros(d_moments) else tf.concat([sums, d_moments[1:]], 0)
         if place is not None:
-            packed = cross_tower_sum_at(place, packed, detail.group_size)
-        share = tf.div_no_nan(training, count)
-        offset, slope = tf.split(packed * share, 2)
-    dx = input_gradient(dy, x, mean, scale, offset, 2 * slope, detail.axis, mask)
-    affine = ([sum_dy_centred * inverse] if detail.has_gamma else []) + ([sum_dy] if detail.has_beta else [])
-    return [None, None, None, dx, None, None] + affine + ([] if mask is None else [None])
+            totals = cross_tower_sum_at(place, totals, detail.group_size)
+        totals, moment_totals = (totals, None) if _is_zeros(d_moments) else tf.split(totals, 2)
+    dx = call(input_gradient, dy, x, moments, gamma, totals, moment_totals, training, mask, epsilon=detail.epsilon, **options)
+    d_beta, sum_products = tf.split(sums, 2)
+    d_gamma = None if gamma is None else sum_products * tf.rsqrt(unpack(moments)[2] + detail.epsilon)
+    of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
+    return [None, None, dx] + of_optional
+
+
+def _is_zeros(tensor):
+    """Tells whether a tensor is known to be zero while the graph is built."""
+    value = tf.get_static_value(tensor)
+    return value is not None and not value.any()
 
 
 def _stores_unbiased(inputs, axis):
     """Tells whether `tf.layers` of this TensorFlow would store the unbiased variance: its fused kernel does."""
     fused_axes = {4: (1, 3)} if tf.__version__.startswith("1.") else {4: (1, 3), 5: (1, 4)}
     return inputs.dtype != tf.float64 and axis in fused_axes.get(inputs.shape.rank, ())
-
-
-def _updates(moving_mean, moving_variance, moments, momentum, training, unbiased, earlier):
-    """Returns the two ops that move the moving averages to the batch's moments; they do nothing where n = 0."""
-    count, mean, variance = moments
-    if unbiased:
-        variance *= count / tf.maximum(count - 1, 1)
-    # Not tf.cast of a Python float: that rounds it to float32 on the way to float64.
-    rate = tf.cast(1 - momentum, mean.dtype) if tf.is_tensor(momentum) else tf.constant(1 - momentum, mean.dtype)
-    counts = count > 0 if training is True else tf.logical_and(count > 0, training)
-    return [_move(moving_mean, mean, rate, counts, earlier, "update_moving_mean"),
-            _move(moving_variance, variance, rate, counts, earlier, "update_moving_variance")]
-
-
-def _move(variable, value, rate, counts, earlier, name):
-    """Returns the op that moves one moving average, after the updates of a layer that is applied more than once."""
-    with tf.control_dependencies([op for op in earlier if written_variable(op) is variable.op]):
-        difference = variable.read_value() - tf.cast(value, variable.dtype.base_dtype)
-        # Not a product with 0: the moments of what does not count may be infinite.
-        step = tf.where_v2(counts, difference * tf.cast(rate, difference.dtype), tf.zeros_like(difference))
-        return tf.assign_sub(variable, step, name=name).op
-
-
-def _earlier_updates(collections, tower):
-    """Returns the update ops collected so far, among them those of this layer if it was applied before."""
-    items = list(tower.shared_updates) if tower is not None else []
-    for collection in [collections] if isinstance(collections, str) else collections or ():
-        items += tf.get_collection(collection)
-    return [item for item in items if isinstance(item, tf.Operation)]
-
-
-def _collect(updates, collections, tower):
-    collections = [collections] if isinstance(collections, str) else list(collections)
-    for update in updates:
-        for collection in collections:
-            if tower is not None and collection == tf.GraphKeys.UPDATE_OPS:
-                tower.add_update(update, shared=True)
-            else:
-                tf.add_to_collection(collection, update)
 
 
 def _check_inputs(inputs, axis, name):
@@ -278,8 +288,13 @@ def _check_numbers(momentum, epsilon, group_size, tower, name):
                          % (name, num_towers, group_size))
 
 
+def _check_jit(jit_compile, name):
+    if jit_compile and tf.__version__.startswith("1."):
+        raise ValueError("sync_batch_norm %r: jit_compile=True needs TensorFlow 2; this is %s." % (name, tf.__version__))
+
+
 def _check_mask(mask, x, axis, name):
-    """Returns the mask with an axis of size 1 for the channels and the dtype of `x`, or None."""
+    """Returns the mask with an axis of size 1 for the channels and the dtype of the statistics of `x`, or None."""
     if mask is None:
         return None
     mask = tf.convert_to_tensor(mask)
@@ -296,4 +311,4 @@ def _check_mask(mask, x, axis, name):
                          "shape %s." % (name, tf.TensorShape(positions), mask.name, mask.shape))
     for _ in range(len(positions) - mask.shape.rank):
         mask = tf.expand_dims(mask, 0)
-    return tf.stop_gradient(tf.cast(tf.expand_dims(mask, axis), x.dtype))
+    return tf.stop_gradient(tf.cast(tf.expand_dims(mask, axis), accumulator(x.dtype)))

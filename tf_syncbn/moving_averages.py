@@ -1,0 +1,89 @@
+"""Moving averages of moments: how far they move, and the ops that move them once a step.
+
+Which layer has which averages is not known here: a kernel says how far each variable moves, the ops subtract it.
+"""
+import tensorflow.compat.v1 as tf
+
+from towers.graph_walk import written_variable
+from tf_syncbn.graph_function import call
+from tf_syncbn.moments import unpack
+
+__all__ = ["collect_updates", "moving_average_steps", "share_of_new", "steps_where_counted", "update_ops"]
+
+
+def moving_average_steps(moments, momentum, training, moving_mean, moving_variance, *, keep, unbiased):
+    """Computes what to subtract from a moving mean and a moving variance: `(moving - new) (1 - momentum)`.
+
+    Args:
+      moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
+      momentum: scalar tensor, or None where `keep` is it.
+      training: scalar bool tensor; nothing moves where it is False. None stands for True.
+      moving_mean, moving_variance: tensors [C], the present values.
+      keep: float, the momentum where it is no tensor.
+      unbiased: whether the moving variance takes `variance n / max(n - 1, 1)`.
+
+    Returns:
+      Two tensors [C]; zeros where nothing was counted.
+    """
+    count, mean, variance = unpack(moments)
+    if unbiased:
+        variance *= count / tf.maximum(count - 1, 1)
+    rate = share_of_new(momentum, keep, mean.dtype)
+    return steps_where_counted(count, training, [(moving_mean, mean, rate), (moving_variance, variance, rate)])
+
+
+def share_of_new(momentum, keep, dtype):
+    """Returns `1 - momentum` in `dtype`."""
+    # Not tf.cast of a Python float: that rounds it to float32 on the way to float64.
+    return tf.constant(1 - keep, dtype) if momentum is None else tf.cast(1 - momentum, dtype)
+
+
+def steps_where_counted(count, training, moves):
+    """Returns `(old - new) rate` for each (old, new, rate), in the dtype of `old`, and zeros where nothing counts."""
+    counts = count > 0 if training is None else tf.logical_and(count > 0, training)
+    # Not a product with 0: the moments of what does not count may be infinite.
+    return tuple(tf.where_v2(counts, tf.cast((tf.cast(old, new.dtype) - new) * rate, old.dtype), tf.zeros_like(old))
+                 for old, new, rate in moves)
+
+
+def update_ops(variables, kernel, tensors, collections, tower, **static):
+    """Builds the ops that move variables by `kernel(*tensors, *values, **static)`.
+
+    A layer that is applied more than once in a step moves its averages once for each, one after the other: each reads what
+    the earlier ones wrote.
+
+    Args:
+      variables: list of variables.
+      kernel: returns a tuple, what to subtract from each variable.
+      tensors: list of tensors or None.
+      collections: as in `collect_updates`, to find the earlier updates in.
+      tower: the current `TowerContext`, or None.
+      **static: see `tf_syncbn.graph_function.call`.
+
+    Returns:
+      A list of operations.
+    """
+    earlier = _earlier_updates(collections, tower)
+    with tf.control_dependencies([op for op in earlier if written_variable(op) in [v.op for v in variables]]):
+        values = [variable.read_value() for variable in variables]
+    steps = call(kernel, *tensors, *values, **static)
+    return [tf.assign_sub(variable, step, name="update_" + variable.op.name.split("/")[-1]).op
+            for variable, step in zip(variables, steps)]
+
+
+def _earlier_updates(collections, tower):
+    """Returns the update ops collected so far, among them those of this layer if it was applied before."""
+    items = list(tower.shared_updates) if tower is not None else []
+    for collection in [collections] if isinstance(collections, str) else collections or ():
+        items += tf.get_collection(collection)
+    return [item for item in items if isinstance(item, tf.Operation)]
+
+
+def collect_updates(updates, collections, tower):
+    """Adds updates to a collection or to several; in towers, UPDATE_OPS gets them as shared by all towers."""
+    for update in updates:
+        for collection in [collections] if isinstance(collections, str) else collections:
+            if tower is not None and collection == tf.GraphKeys.UPDATE_OPS:
+                tower.add_update(update, shared=True)
+            else:
+                tf.add_to_collection(collection, update)
