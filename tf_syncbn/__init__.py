@@ -4,6 +4,7 @@
 """
 import towers  # noqa: F401  says in one sentence what is wrong where TensorFlow is missing
 
+from tf_syncbn import slim
 from tf_syncbn.batch_norm import sync_batch_norm
 
-__all__ = ["sync_batch_norm"]
+__all__ = ["slim", "sync_batch_norm"]

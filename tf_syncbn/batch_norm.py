@@ -5,10 +5,11 @@ import tensorflow.compat.v1 as tf
 
 from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place, tower_here
-from tf_syncbn.graph_function import call
-from tf_syncbn.moments import accumulator, local_moments, merge_groups, unpack
+from tf_syncbn.graph_function import call, call_with_gradient
+from tf_syncbn.moments import accumulator, local_moments, merge_groups
 from tf_syncbn.moving_averages import collect_updates, moving_average_steps, update_ops
-from tf_syncbn.normalization import gradient_sums, input_gradient, normalize, normalize_differences
+from tf_syncbn.normalization import (
+    FUSED, FUSED_GRADIENT, PLAIN, gradient_sums, input_gradient, normalize, normalize_differences)
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 
 __all__ = ["sync_batch_norm"]
@@ -20,6 +21,7 @@ class _Detail(NamedTuple):
     epsilon: float
     group_size: Any
     sums_by: str
+    ops: str
     jit_compile: bool
     optional: tuple  # which of gamma, beta, mask and training there are, as bools
 
@@ -30,7 +32,7 @@ def sync_batch_norm(
         moving_variance_initializer=tf.ones_initializer(), beta_regularizer=None, gamma_regularizer=None,
         beta_constraint=None, gamma_constraint=None, training=None, trainable=True, name=None, reuse=None, mask=None,
         group_size=None, updates_collections=tf.GraphKeys.UPDATE_OPS, renorm=False, renorm_clipping=None,
-        renorm_momentum=0.99, jit_compile=False):
+        renorm_momentum=0.99, unbiased=None, jit_compile=False):
     """Normalizes a batch by the moments of all towers' batches together.
 
         y = gamma (x - mean) / sqrt(var + epsilon) + beta
@@ -67,7 +69,8 @@ def sync_batch_norm(
       training: bool or scalar bool tensor. None takes the tower's, that is, `TowerBuilder.build`'s. With a tensor the
         moments are always computed, towers always meet, and the value chooses what is used.
       trainable: whether `gamma` and `beta` are in TRAINABLE_VARIABLES.
-      name: str, the variable scope; None is "batch_normalization", numbered as tf.layers does.
+      name: str, the variable scope, or an open `tf.VariableScope`; None is "batch_normalization", numbered as tf.layers
+        does.
       reuse: whether to reuse the variables of that scope; None does as the surrounding scope.
       mask: bool tensor or weights of the positions, of a shape that broadcasts to `inputs` without its channels. Masked
         positions are normalized too, and count in no moment, nor in the moving averages.
@@ -78,6 +81,7 @@ def sync_batch_norm(
       renorm: whether to renormalize.
       renorm_clipping: dict that may hold scalars or scalar tensors "rmin", "rmax", "dmax", the limits of the corrections.
       renorm_momentum: as `momentum`, of `renorm_mean` and `renorm_stddev`.
+      unbiased: whether the moving variance takes the unbiased variance, whatever `tf.layers` would store.
       jit_compile: whether XLA compiles the layer's kernels (TensorFlow 2): faster where shapes are static and seldom
         change; each new shape takes up to a second of compilation.
 
@@ -95,7 +99,8 @@ def sync_batch_norm(
         raise RuntimeError("sync_batch_norm builds TensorFlow 1 graphs, and eager execution is on: call "
                            "tf.compat.v1.disable_eager_execution() when the program starts.")
     tower = tower_here("sync_batch_norm")
-    with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse) as scope:
+    is_open = isinstance(name, tf.VariableScope)
+    with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse, auxiliary_name_scope=not is_open) as scope:
         scope.set_partitioner(None)
         inputs = tf.convert_to_tensor(inputs, name="inputs")
         momentum, renorm_momentum = (
@@ -132,7 +137,7 @@ def sync_batch_norm(
 
         mask = _check_mask(mask, inputs, axis, scope.name)
         when = None if training is True else training
-        detail = _Detail(axis, epsilon, group_size, _fastest_sums(tower, jit_compile), jit_compile,
+        detail = _Detail(axis, epsilon, group_size, *_fastest(inputs, axis, mask, tower, jit_compile), jit_compile,
                          tuple(tensor is not None for tensor in (gamma, beta, mask, when)))
         differences, near, packed = call(
             local_moments, inputs, mask, axis=axis, sums_by=detail.sums_by, jit_compile=jit_compile)
@@ -148,7 +153,7 @@ def sync_batch_norm(
             beta = d if beta is None else beta + d
             detail = detail._replace(optional=(True, True) + detail.optional[2:])
         y = call(normalize_differences, differences, near, used, gamma, beta, axis=axis, epsilon=epsilon,
-                 dtype=inputs.dtype, jit_compile=jit_compile)
+                 dtype=inputs.dtype, ops=detail.ops, jit_compile=jit_compile)
         y = _with_gradient(place, detail, y, used, inputs, (gamma, beta, mask, when))
         if updates_collections != () and (tower is None or tower.is_first):
             rates = [_as_tensor_or_float(m) for m in (momentum, renorm_momentum)]
@@ -157,7 +162,8 @@ def sync_batch_norm(
                                      keep=rates[0][1], renorm_keep=rates[1][1], epsilon=epsilon)
             else:
                 updates = update_ops(moving, moving_average_steps, [whole, rates[0][0], when], updates_collections, tower,
-                                     keep=rates[0][1], unbiased=_stores_unbiased(inputs, axis))
+                                     keep=rates[0][1],
+                                     unbiased=_stores_unbiased(inputs, axis) if unbiased is None else bool(unbiased))
             if updates_collections is None:
                 with tf.control_dependencies(updates):
                     y = tf.identity(y)
@@ -170,11 +176,16 @@ def _as_tensor_or_float(momentum):
     return (momentum, None) if tf.is_tensor(momentum) else (None, float(momentum))
 
 
-def _fastest_sums(tower, jit_compile):
-    """Returns how `channel_sums` is to sum where the tower computes."""
+def _fastest(inputs, axis, mask, tower, jit_compile):
+    """Returns how `channel_sums` is to sum and which ops the kernels are to use; see `tf_syncbn.normalization`."""
     if jit_compile:
-        return "slices"
-    return "matmul" if tower is not None and "CPU" in tower.device.upper() else "reduce"
+        return "slices", PLAIN
+    on_cpu = tower is not None and "CPU" in tower.device.upper()
+    sums_by = "matmul" if on_cpu else "reduce"
+    if accumulator(inputs.dtype) != tf.float32 or axis != inputs.shape.rank - 1:
+        return sums_by, PLAIN
+    products = mask is not None or on_cpu and tf.__version__.startswith("1.")
+    return sums_by, FUSED if products else FUSED_GRADIENT
 
 
 def _aggregate(group_size):
@@ -193,7 +204,7 @@ def _meet(packed, aggregate, tower, channels):
         return (None, *aggregate([[packed]])[0])
     with tf.name_scope("exchange"):
         place = next_place("sync_batch_norm", [packed])
-        merged = [(packed.dtype, packed.shape)] * 2
+        merged = [(packed.dtype, [2 * channels + 1])] * 2
         return (place, *meet_at(place, [packed], aggregate, merged + [(packed.dtype, [2 * channels])]))
 
 
@@ -217,16 +228,18 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     moments, x = op.outputs[1], op.inputs[2]
     given = iter(op.inputs[3:])
     gamma, _, mask, training = optional = [next(given) if there else None for there in detail.optional]
-    options = {"axis": detail.axis, "jit_compile": detail.jit_compile}
+    options = {"axis": detail.axis, "epsilon": detail.epsilon, "ops": detail.ops, "jit_compile": detail.jit_compile,
+               "plain": {"ops": PLAIN}}
     with tf.name_scope("exchange"):
-        sums = call(gradient_sums, dy, x, moments, masked=mask is not None, sums_by=detail.sums_by, **options)
+        sums, *scaled = call_with_gradient(gradient_sums, dy, x, moments, gamma, masked=mask is not None,
+                                           sums_by=detail.sums_by, **options)
         totals = sums if _is_zeros(d_moments) else tf.concat([sums, d_moments[1:]], 0)
         if place is not None:
             totals = cross_tower_sum_at(place, totals, detail.group_size)
         totals, moment_totals = (totals, None) if _is_zeros(d_moments) else tf.split(totals, 2)
-    dx = call(input_gradient, dy, x, moments, gamma, totals, moment_totals, training, mask, epsilon=detail.epsilon, **options)
-    d_beta, sum_products = tf.split(sums, 2)
-    d_gamma = None if gamma is None else sum_products * tf.rsqrt(unpack(moments)[2] + detail.epsilon)
+    dx, = call_with_gradient(input_gradient, dy, x, moments, gamma, totals, moment_totals, scaled[0] if scaled else None,
+                             training, mask, **options)
+    d_beta, d_gamma = tf.split(sums, 2)
     of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
     return [None, None, dx] + of_optional
 

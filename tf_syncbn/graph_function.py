@@ -8,11 +8,15 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["call"]
+from towers.exchange import gradient_place, remember_place
+
+__all__ = ["call", "call_with_gradient"]
 
 
 def call(kernel, *tensors, jit_compile=False, **static):
     """Computes `kernel(*tensors, **static)` as one node.
+
+    Once TensorFlow has inlined the call, a control dependency on it waits for nothing: wait for an identity of a result.
 
     Args:
       kernel: a function at module level that returns a tensor or a tuple of tensors and makes no variables.
@@ -41,3 +45,34 @@ def _trace(kernel, jit_compile, signature, static):
     with tf.Graph().as_default():
         return tf.function(function, autograph=False, **options).get_concrete_function(
             *[tf.TensorSpec(shape, dtype) for dtype, shape in filter(None, signature)])
+
+
+def call_with_gradient(kernel, *tensors, plain, jit_compile=False, **static):
+    """Calls a kernel made of ops that TensorFlow does not differentiate rightly, as one that it does.
+
+    Args:
+      kernel, *tensors: see `call`; the kernel returns a tuple.
+      plain: dict of static values that make the kernel compute the same by ops that may be differentiated. Its gradient is
+        that of those ops, built only where someone asks for it.
+      jit_compile, **static: see `call`.
+
+    Returns:
+      What the kernel returns.
+    """
+    outputs = call(kernel, *tensors, jit_compile=jit_compile, **static)
+    with tf.get_default_graph().gradient_override_map({"IdentityN": "PlainKernel"}):
+        results = tf.identity_n(list(outputs) + [t for t in tensors if t is not None], name="with_gradient")
+    given = tuple(tensor is not None for tensor in tensors)
+    remember_place(results[0].op, None, (kernel, dict(static, **plain), len(outputs), given))
+    return tuple(results[:len(outputs)])
+
+
+@tf.RegisterGradient("PlainKernel")
+def _plain_gradient(op, *d_outputs):
+    _, (kernel, static, num_outputs, given) = gradient_place(op)
+    inputs = list(op.inputs[num_outputs:])
+    tensors = iter(inputs)
+    # Partial derivatives: among the inputs are some that others depend on.
+    outputs = kernel(*[next(tensors) if there else None for there in given], **static)
+    return [None] * num_outputs + tf.gradients(list(outputs), inputs, list(d_outputs[:num_outputs]),
+                                                stop_gradients=inputs)

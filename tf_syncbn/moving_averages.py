@@ -66,9 +66,12 @@ def update_ops(variables, kernel, tensors, collections, tower, **static):
     earlier = _earlier_updates(collections, tower)
     with tf.control_dependencies([op for op in earlier if written_variable(op) in [v.op for v in variables]]):
         values = [variable.read_value() for variable in variables]
-    steps = call(kernel, *tensors, *values, **static)
-    return [tf.assign_sub(variable, step, name="update_" + variable.op.name.split("/")[-1]).op
-            for variable, step in zip(variables, steps)]
+    # What was read of a ref variable may be its own memory: no variable moves before all steps are computed. The identities
+    # are there to be waited for; see `call`.
+    steps = [tf.identity(step) for step in call(kernel, *tensors, *values, **static)]
+    with tf.control_dependencies(steps):
+        return [tf.assign_sub(variable, step, name="update_" + variable.op.name.split("/")[-1]).op
+                for variable, step in zip(variables, steps)]
 
 
 def _earlier_updates(collections, tower):

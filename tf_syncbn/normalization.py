@@ -1,24 +1,34 @@
 """The kernels of batch norm besides its moments: normalize with given ones, and the sums and products of its gradient.
 
-Differences from the mean come first: `x * a + (beta - mean * a)` would cancel where the mean is large. What is used is
-what was fastest of some thirty combinations of TensorFlow's own ops, two towers on CPU, shapes of 1 to 8 MB, forward and
-backward over the fused op's time:
+Differences from the mean come first: `x * a + (beta - mean * a)` would cancel where the mean is large.
 
-- 1.15.5, and 2.x without oneDNN: differences by `bias_add`, kept from the moments and turned into the output in place,
-  sums by products with ones: 0.66 to 0.90. The gradient op of the fused kernel in inference mode, which gives both sums at
-  once, and its forward op for products with vectors came to 0.71 to 0.95.
-- The fused op's own moments, its output thrown away, are no way out: its variance is off by up to 1e3 where the mean is
-  1e4 standard deviations, with and without oneDNN.
+Which of TensorFlow's ops compute them was chosen of some forty combinations, two towers on CPU, shapes of 0.3 to 8 MB, by
+the time over the fused op's:
+
+- Products with vectors: the fused op in inference mode reads and writes once; `mul` and `bias_add` do so twice, and
+  broadcasting products are slow (1.15.5: a third of a millisecond for half a megabyte in a ResNet-20).
+- The gradient's sums: on 1.15.5 products and sums by products with ones (0.71 of the fused gradient, 0.82 with the next);
+  on TensorFlow 2 the fused gradient op in inference mode, which gives both sums and `a dy` in one (1.4 of the fused
+  gradient with oneDNN and 0.9 without, products 1.65 and 0.8).
+- The fused op's own moments, its output thrown away, are no way out: its variance is off by up to 1e3 times where the mean
+  is 1e4 standard deviations, with and without oneDNN.
+- With oneDNN the fused op runs at the speed of memory, and nothing that meets between its halves was faster.
 """
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.moments import accumulator, add_along, along, channel_sums, unpack
 
-__all__ = ["gradient_sums", "input_gradient", "normalize", "normalize_differences"]
+__all__ = ["FUSED", "FUSED_GRADIENT", "PLAIN", "gradient_sums", "input_gradient", "normalize", "normalize_differences"]
+
+PLAIN = "plain"  # ops that TensorFlow differentiates to any order, for any axis and dtype, and for XLA
+FUSED = "fused"  # float32, channels last: products with vectors by the fused op
+FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fused gradient op; without a mask
+
+_EPSILON = 1.001e-5  # the least that cuDNN takes
 
 
 def normalize(x, mean, variance, gamma, beta, epsilon, axis):
-    """Computes `gamma (x - mean) / sqrt(variance + epsilon) + beta` by ops that TensorFlow differentiates.
+    """Computes `gamma (x - mean) / sqrt(variance + epsilon) + beta`; `mean` and `variance` are constants to its gradient.
 
     Args:
       x: floating point tensor, C channels along `axis`.
@@ -35,11 +45,34 @@ def normalize(x, mean, variance, gamma, beta, epsilon, axis):
     scale = tf.rsqrt(variance + epsilon)
     if gamma is not None:
         scale *= gamma
-    y = add_along(x, -mean, axis) * along(scale, x, axis)
-    return tf.cast(y if beta is None else add_along(y, beta, axis), dtype)
+    fused = x.dtype == tf.float32 and axis == x.shape.rank - 1
+    return tf.cast(_multiply_add(x, mean, scale, beta, axis, FUSED if fused else PLAIN), dtype)
 
 
-def normalize_differences(differences, near, moments, gamma, beta, axis, epsilon, dtype):
+def _multiply_add(x, mean, scale, offset, axis, ops):
+    """Computes `(x - mean) scale + offset`; an offset of None is 0."""
+    if ops == PLAIN:
+        y = add_along(x, -mean, axis) * along(scale, x, axis)
+        return y if offset is None else add_along(y, offset, axis)
+    channels = tf.dimension_value(x.shape[-1])
+    y, _, _ = tf.nn.fused_batch_norm(
+        _as_images(x), scale, tf.zeros([channels]) if offset is None else offset, mean,
+        tf.constant(1 - _EPSILON, shape=[channels]), epsilon=_EPSILON, is_training=False)
+    return _shaped_as(y, x)
+
+
+def _as_images(x):
+    """Returns `x` in the rank that fused ops take."""
+    return x if x.shape.rank == 4 else tf.reshape(x, [-1, 1, 1, tf.dimension_value(x.shape[-1])])
+
+
+def _shaped_as(images, x):
+    if x.shape.rank == 4:
+        return images
+    return tf.reshape(images, x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x))
+
+
+def normalize_differences(differences, near, moments, gamma, beta, axis, epsilon, dtype, ops):
     """Computes what `normalize` does from `x - near`, which the moments have computed already.
 
     Args:
@@ -50,6 +83,7 @@ def normalize_differences(differences, near, moments, gamma, beta, axis, epsilon
       axis: int, not negative.
       epsilon: float.
       dtype: of the result.
+      ops: PLAIN, FUSED or FUSED_GRADIENT.
 
     Returns:
       A tensor of the shape of `differences`.
@@ -58,36 +92,42 @@ def normalize_differences(differences, near, moments, gamma, beta, axis, epsilon
     scale = tf.rsqrt(variance + epsilon)
     if gamma is not None:
         scale *= gamma
-    offset = (near - mean) * scale
-    if beta is not None:
-        offset += beta
-    return tf.cast(add_along(differences * along(scale, differences, axis), offset, axis), dtype)
+    return tf.cast(_multiply_add(differences, mean - near, scale, beta, axis, ops), dtype)
 
 
-def gradient_sums(dy, x, moments, masked, axis, sums_by):
-    """Computes `S = sum dy` and `P = sum dy (x - mean)` over all axes but the channels'.
+def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops):
+    """Computes `S = sum dy` and `T = sum dy r (x - mean)`, `r = 1 / sqrt(var + epsilon)`, and `gamma r dy`.
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`.
       moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
+      gamma: tensor [C] of the accumulator's dtype, or None.
       masked: whether positions may be masked, so that `x` may be NaN where `dy` is 0.
       axis: int, not negative.
+      epsilon: float.
       sums_by: see `tf_syncbn.moments.channel_sums`.
+      ops: PLAIN, FUSED or FUSED_GRADIENT.
 
     Returns:
-      Tensor [2C] of the accumulator's dtype: S, P.
+      A tensor [2C] of the accumulator's dtype: S, T. With FUSED_GRADIENT also `gamma r dy`, of the same dtype.
     """
     dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
-    _, mean, _ = unpack(moments)
+    _, mean, variance = unpack(moments)
+    if ops == FUSED_GRADIENT:
+        scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
+            y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
+            reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
+        return tf.concat([d_offset, d_scale], 0), _shaped_as(scaled, x)
     centred = add_along(x, -mean, axis)
     products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
-    return tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by)], 0)
+    inverse = tf.rsqrt(variance + epsilon)
+    return tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse], 0),
 
 
-def input_gradient(dy, x, moments, gamma, totals, moment_totals, training, mask, axis, epsilon):
+def input_gradient(dy, x, moments, gamma, totals, moment_totals, scaled, training, mask, axis, epsilon, ops):
     """Computes one tower's part of the gradient by `x`, from sums over all towers.
 
-        dx = a (dy - w (S + r^2 P (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
+        dx = a (dy - w (S + r T (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
 
     with `r = 1 / sqrt(var + epsilon)`, `a = gamma r`, the mask `w`, and `G`, what else pulls at the moments.
 
@@ -95,15 +135,17 @@ def input_gradient(dy, x, moments, gamma, totals, moment_totals, training, mask,
       dy, x: tensors of one shape and dtype, C channels along `axis`.
       moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
       gamma: tensor [C] of the accumulator's dtype, or None.
-      totals: tensor [2C], S and P from `gradient_sums`, of all towers.
+      totals: tensor [2C], S and T from `gradient_sums`, of all towers.
       moment_totals: tensor [2C], G_mean and G_var of all towers; None stands for zeros.
+      scaled: tensor `a dy`, if `gradient_sums` gave it, or None.
       training: scalar bool tensor; where it is False the moments are constants. None stands for True.
       mask: weights of the positions, of a shape that broadcasts to `x`, or None.
       axis: int, not negative.
       epsilon: float.
+      ops: PLAIN, FUSED or FUSED_GRADIENT.
 
     Returns:
-      A tensor of the shape and dtype of `x`.
+      A tuple of one tensor of the shape and dtype of `x`.
     """
     dtype = x.dtype
     dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
@@ -113,15 +155,18 @@ def input_gradient(dy, x, moments, gamma, totals, moment_totals, training, mask,
         share = tf.where_v2(training, share, tf.zeros_like(share))
     inverse = tf.rsqrt(variance + epsilon)
     scale = inverse if gamma is None else gamma * inverse
-    sum_dy, sum_products = tf.split(totals * share, 2)
-    centred = add_along(x, -mean, axis)
+    offset, slope = tf.split(totals * -share, 2)
+    slope *= inverse
 
-    def from_moments(offset, slope):
-        pull = add_along(centred * along(slope, x, axis), offset, axis)
-        return pull if mask is None else tf.where_v2(mask > 0, pull * mask, tf.zeros_like(pull))
+    def pull(offset, slope):
+        pulled = _multiply_add(x, mean, slope, offset, axis, ops)
+        return pulled if mask is None else tf.where_v2(mask > 0, pulled * mask, tf.zeros_like(pulled))
 
-    dx = (from_moments(-sum_dy, -tf.square(inverse) * sum_products) + dy) * along(scale, x, axis)
+    if scaled is None:
+        dx = (pull(offset, slope) + dy) * along(scale, x, axis)
+    else:
+        dx = tf.add_n([scaled, pull(offset * scale, slope * scale)])
     if moment_totals is not None:
         d_mean, d_variance = tf.split(moment_totals * share, 2)
-        dx += from_moments(d_mean, 2 * d_variance)
-    return tf.cast(dx, dtype)
+        dx += pull(d_mean, 2 * d_variance)
+    return tf.cast(dx, dtype),

@@ -86,8 +86,8 @@ def with_corrections(aggregate, training, mean, stddev, limits, epsilon):
         for group, whole in merged:
             if group.name not in of_group:
                 bounds = [v if v is None else tf.cast(v, group.dtype) for v in (limits[k] for k in ("rmin", "rmax", "dmax"))]
-                of_group[group.name] = call(corrections, group, training, mean.read_value(), stddev.read_value(), *bounds,
-                                            epsilon=epsilon)
+                of_group[group.name] = tf.identity(call(
+                    corrections, group, training, mean.read_value(), stddev.read_value(), *bounds, epsilon=epsilon))
         with tf.control_dependencies(list(of_group.values())):
             whole = tf.identity(merged[0][1])
         return [[group, whole, of_group[group.name]] for group, _ in merged]
