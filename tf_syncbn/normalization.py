@@ -40,24 +40,22 @@ def normalize(x, mean, variance, gamma, beta, epsilon, axis):
     Returns:
       A tensor of the shape and dtype of `x`.
     """
-    dtype = x.dtype
-    x = tf.cast(x, mean.dtype)
-    scale = tf.rsqrt(variance + epsilon)
-    if gamma is not None:
-        scale *= gamma
-    fused = x.dtype == tf.float32 and axis == x.shape.rank - 1
-    return tf.cast(_multiply_add(x, mean, scale, beta, axis, FUSED if fused else PLAIN), dtype)
+    fused = mean.dtype == tf.float32 and axis == x.shape.rank - 1
+    y = _normalize(tf.cast(x, mean.dtype), mean, variance, gamma, beta, epsilon, axis, FUSED if fused else PLAIN)
+    return tf.cast(y, x.dtype)
 
 
-def _multiply_add(x, mean, scale, offset, axis, ops):
-    """Computes `(x - mean) scale + offset`; an offset of None is 0."""
+def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
+    """Computes `scale (x - mean) / sqrt(variance + epsilon) + offset`; a scale of None is 1, an offset of None 0."""
     if ops == PLAIN:
-        y = add_along(x, -mean, axis) * along(scale, x, axis)
+        inverse = tf.rsqrt(variance + epsilon)
+        y = add_along(x, -mean, axis) * along(inverse if scale is None else scale * inverse, x, axis)
         return y if offset is None else add_along(y, offset, axis)
-    channels = tf.dimension_value(x.shape[-1])
+    if epsilon < _EPSILON:
+        variance += epsilon - _EPSILON
     y, _, _ = tf.nn.fused_batch_norm(
-        _as_images(x), scale, tf.zeros([channels]) if offset is None else offset, mean,
-        tf.constant(1 - _EPSILON, shape=[channels]), epsilon=_EPSILON, is_training=False)
+        _as_images(x), tf.ones_like(mean) if scale is None else scale, tf.zeros_like(mean) if offset is None else offset,
+        mean, variance, epsilon=max(epsilon, _EPSILON), is_training=False)
     return _shaped_as(y, x)
 
 
@@ -89,10 +87,7 @@ def normalize_differences(differences, near, moments, gamma, beta, axis, epsilon
       A tensor of the shape of `differences`.
     """
     _, mean, variance = unpack(moments)
-    scale = tf.rsqrt(variance + epsilon)
-    if gamma is not None:
-        scale *= gamma
-    return tf.cast(_multiply_add(differences, mean - near, scale, beta, axis, ops), dtype)
+    return tf.cast(_normalize(differences, mean - near, variance, gamma, beta, epsilon, axis, ops), dtype)
 
 
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops):
@@ -150,23 +145,23 @@ def input_gradient(dy, x, moments, gamma, totals, moment_totals, scaled, trainin
     dtype = x.dtype
     dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
     count, mean, variance = unpack(moments)
-    share = tf.div_no_nan(tf.ones([], x.dtype), count)
+    share = tf.div_no_nan(tf.constant(-1, x.dtype), count)
     if training is not None:
         share = tf.where_v2(training, share, tf.zeros_like(share))
-    inverse = tf.rsqrt(variance + epsilon)
-    scale = inverse if gamma is None else gamma * inverse
-    offset, slope = tf.split(totals * -share, 2)
-    slope *= inverse
+    scale = tf.rsqrt(variance + epsilon)
+    if gamma is not None:
+        scale *= gamma
 
-    def pull(offset, slope):
-        pulled = _multiply_add(x, mean, slope, offset, axis, ops)
+    def pull(sums):
+        offset, slope = tf.split(sums, 2)
+        pulled = _normalize(x, mean, variance, slope, offset, epsilon, axis, ops)
         return pulled if mask is None else tf.where_v2(mask > 0, pulled * mask, tf.zeros_like(pulled))
 
     if scaled is None:
-        dx = (pull(offset, slope) + dy) * along(scale, x, axis)
+        dx = (pull(totals * share) + dy) * along(scale, x, axis)
     else:
-        dx = tf.add_n([scaled, pull(offset * scale, slope * scale)])
+        dx = tf.add_n([scaled, pull(totals * tf.tile(scale * share, [2]))])
     if moment_totals is not None:
-        d_mean, d_variance = tf.split(moment_totals * share, 2)
-        dx += pull(d_mean, 2 * d_variance)
+        d_mean, d_variance = tf.split(moment_totals * -share, 2)
+        dx += pull(tf.concat([d_mean, 2 * d_variance * tf.sqrt(variance + epsilon)], 0))
     return tf.cast(dx, dtype),
