@@ -232,7 +232,7 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
                "plain": {"ops": PLAIN}}
     with tf.name_scope("exchange"):
         sums, *scaled = call_with_gradient(gradient_sums, dy, x, moments, gamma, masked=mask is not None,
-                                           sums_by=detail.sums_by, **options)
+                                           sums_by=detail.sums_by, scales=detail.ops == FUSED_GRADIENT, **options)
         totals = sums if _is_zeros(d_moments) else tf.concat([sums, d_moments[1:]], 0)
         if place is not None:
             totals = cross_tower_sum_at(place, totals, detail.group_size)

@@ -90,8 +90,8 @@ def normalize_differences(differences, near, moments, gamma, beta, axis, epsilon
     return tf.cast(_normalize(differences, mean - near, variance, gamma, beta, epsilon, axis, ops), dtype)
 
 
-def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops):
-    """Computes `S = sum dy` and `T = sum dy r (x - mean)`, `r = 1 / sqrt(var + epsilon)`, and `gamma r dy`.
+def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
+    """Computes `S = sum dy` and `T = sum dy r (x - mean)`, `r = 1 / sqrt(var + epsilon)`, and if asked `gamma r dy`.
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`.
@@ -102,9 +102,10 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops):
       epsilon: float.
       sums_by: see `tf_syncbn.moments.channel_sums`.
       ops: PLAIN, FUSED or FUSED_GRADIENT.
+      scales: whether to return `gamma r dy`, as FUSED_GRADIENT has to.
 
     Returns:
-      A tensor [2C] of the accumulator's dtype: S, T. With FUSED_GRADIENT also `gamma r dy`, of the same dtype.
+      A tuple of a tensor [2C] of the accumulator's dtype, S and T, and perhaps of `gamma r dy`, of the same dtype.
     """
     dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
     _, mean, variance = unpack(moments)
@@ -116,7 +117,8 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops):
     centred = add_along(x, -mean, axis)
     products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
     inverse = tf.rsqrt(variance + epsilon)
-    return tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse], 0),
+    sums = tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse], 0)
+    return (sums, dy * along(inverse if gamma is None else gamma * inverse, x, axis)) if scales else (sums,)
 
 
 def input_gradient(dy, x, moments, gamma, totals, moment_totals, scaled, training, mask, axis, epsilon, ops):

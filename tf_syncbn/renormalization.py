@@ -85,13 +85,19 @@ def with_corrections(aggregate, training, mean, stddev, limits, epsilon):
         of_group = {}
         for group, whole in merged:
             if group.name not in of_group:
-                bounds = [v if v is None else tf.cast(v, group.dtype) for v in (limits[k] for k in ("rmin", "rmax", "dmax"))]
+                bounds = [_in_dtype(limits[key], group.dtype) for key in ("rmin", "rmax", "dmax")]
                 of_group[group.name] = tf.identity(call(
                     corrections, group, training, mean.read_value(), stddev.read_value(), *bounds, epsilon=epsilon))
         with tf.control_dependencies(list(of_group.values())):
             whole = tf.identity(merged[0][1])
         return [[group, whole, of_group[group.name]] for group, _ in merged]
     return corrected
+
+
+def _in_dtype(limit, dtype):
+    if limit is None or not (tf.is_tensor(limit) or isinstance(limit, tf.Variable)):
+        return limit if limit is None else tf.constant(limit, dtype)  # tf.cast would round it to float32 first
+    return tf.cast(limit, dtype)
 
 
 def renorm_steps(moments, momentum, renorm_momentum, training, moving_mean, moving_variance, moving_stddev, renorm_mean,
