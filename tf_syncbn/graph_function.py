@@ -74,5 +74,5 @@ def _plain_gradient(op, *d_outputs):
     tensors = iter(inputs)
     # Partial derivatives: among the inputs are some that others depend on.
     outputs = kernel(*[next(tensors) if there else None for there in given], **static)
-    return [None] * num_outputs + tf.gradients(list(outputs), inputs, list(d_outputs[:num_outputs]),
-                                                stop_gradients=inputs)
+    d_inputs = tf.gradients(list(outputs), inputs, list(d_outputs[:num_outputs]), stop_gradients=inputs)
+    return [None] * num_outputs + d_inputs

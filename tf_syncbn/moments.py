@@ -43,9 +43,9 @@ def channel_sums(x, axis, sums_by="reduce"):
     Args:
       x: floating point tensor, C channels along `axis`.
       axis: int, not negative.
-      sums_by: "reduce"; "matmul", products with ones, on CPU as fast as memory and up to a third faster than "reduce",
-        where the number of rows is known (on a GPU TF32 would round their inputs); or "slices", for XLA, whose CPU backend turns `reduce_sum` over rows into
-        scalar loops and sums of slices into vector ones (2.15.1: 1.2 ms for two sums where reduce_sum took 8.3).
+      sums_by: "reduce"; "matmul", products with ones where the number of rows is known, on CPU up to a third faster (on a
+        GPU TF32 would round their inputs); or "slices", for XLA, whose CPU backend makes scalar loops of `reduce_sum` over
+        rows and vector ones of sums of slices (2.15.1: 1.2 ms for two sums where reduce_sum took 8.3).
 
     Returns:
       Tensor [C] of the dtype of `x`.
@@ -59,7 +59,6 @@ def channel_sums(x, axis, sums_by="reduce"):
     if sums_by == "slices" and count and count % _UNROLLED == 0:
         rows = tf.add_n(tf.unstack(tf.reshape(rows, [_UNROLLED, count // _UNROLLED, channels])))
     if sums_by == "matmul" and count and count >= 2 * _BLOCK:
-        # Sums of sums: over 16384 rows one sequence of additions loses three digits more.
         joined = _joined(count)
         sums = tf.matmul(tf.ones([1, count // joined], x.dtype), tf.reshape(rows, [count // joined, joined * channels]))
         return tf.reduce_sum(tf.reshape(sums, [joined, channels]), 0)
