@@ -1,163 +1,14 @@
 """sync_batch_norm against NumPy in float64: values, gradients, moving averages, and what it refuses."""
-import hypothesis
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
-from hypothesis import strategies as st
 
 import tf_syncbn
 import towers
+from tests.batch_norm_oracle import EPSILON, gradients, largest, normalized, numerical_gradient
 from tests.support import build, has_tf_layers, run, session, train_by
 
-EPSILON, MOMENTUM = 1e-3, 0.9
-
-
-def weighted_sum(x, weights):
-    """Sums over all axes but the last."""
-    return (x * weights[..., None]).sum(tuple(range(x.ndim - 1)))
-
-
-def normalized(x, axis, gamma, beta, weights=None, groups=None):
-    """Batch norm of the whole batch in float64: y, and mean and variance of the whole batch with its count.
-
-    `groups` divides the batch: each part is normalized by its own moments.
-    """
-    x = np.moveaxis(np.asarray(x, np.float64), axis, -1)
-    weights = np.ones(x.shape[:-1]) if weights is None else np.broadcast_to(weights, x.shape[:-1]).astype(np.float64)
-
-    def moments(x, w):
-        count = w.sum()
-        mean = weighted_sum(x, w) / max(count, 1e-300)
-        return mean, weighted_sum((x - mean) ** 2, w) / max(count, 1e-300), count
-
-    parts = []
-    for part, w in zip(np.split(x, groups or []), np.split(weights, groups or [])):
-        mean, variance, _ = moments(part, w)
-        parts.append((part - mean) / np.sqrt(variance + EPSILON) * gamma + beta)
-    mean, variance, count = moments(x, weights)
-    return np.moveaxis(np.concatenate(parts), -1, axis), mean, variance, count
-
-
-def gradients(x, dy, axis, gamma, weights=None, groups=None):
-    """The gradients of sum(y dy) by x, gamma and beta in float64: the textbook's formula, with weights."""
-    x, dy = (np.moveaxis(np.asarray(a, np.float64), axis, -1) for a in (x, dy))
-    weights = np.ones(x.shape[:-1]) if weights is None else np.broadcast_to(weights, x.shape[:-1]).astype(np.float64)
-    dxs, d_gamma, d_beta = [], 0, 0
-    for part, d, w in zip(*(np.split(a, groups or []) for a in (x, dy, weights))):
-        count = max(w.sum(), 1e-300)
-        mean = weighted_sum(part, w) / count
-        inverse = 1 / np.sqrt(weighted_sum((part - mean) ** 2, w) / count + EPSILON)
-        hat = (part - mean) * inverse
-        axes = tuple(range(part.ndim - 1))
-        s, t = d.sum(axes), (d * hat).sum(axes)
-        dxs.append(gamma * inverse * (d - w[..., None] * (s + hat * t) / count))
-        d_gamma, d_beta = d_gamma + t, d_beta + s
-    return np.moveaxis(np.concatenate(dxs), -1, axis), d_gamma, d_beta
-
-
-def largest(a):
-    return np.abs(a).max() if np.size(a) else 0.0
-
-
-@st.composite
-def cases(draw):
-    rank = draw(st.integers(2, 5))
-    axis = draw(st.integers(1, rank - 1))
-    num_towers = draw(st.integers(1, 4))
-    sizes = draw(st.lists(st.integers(0, 4), min_size=num_towers, max_size=num_towers).filter(lambda s: sum(s) > 0))
-    shape = [sum(sizes)] + [draw(st.integers(1, 4)) for _ in range(rank - 1)]
-    shape[axis] = draw(st.sampled_from([1, 3, 7, 64]))
-    return {
-        "shape": shape, "axis": axis - draw(st.sampled_from([0, rank])), "sizes": sizes,
-        "dtype": draw(st.sampled_from([tf.float64, tf.float64, tf.float32, tf.float16, tf.bfloat16])),
-        "mask": draw(st.sampled_from([None, None, "bool", "weights", "examples"])),
-        "group_size": draw(st.sampled_from([None] + [g for g in range(1, num_towers + 1) if num_towers % g == 0])),
-        "center": draw(st.booleans()), "scale": draw(st.booleans()),
-        "offset": draw(st.sampled_from([0.0, 1.0, 10.0])), "seed": draw(st.integers(0, 10**6)),
-        "known": draw(st.booleans())}
-
-
-def make_mask(rng, kind, shape, axis):
-    positions = [n for i, n in enumerate(shape) if i != axis]
-    if kind == "bool":
-        return rng.rand(*positions) < 0.7
-    if kind == "weights":
-        return rng.rand(*positions)
-    if kind == "examples":
-        return (rng.rand(*positions[:1]) < 0.7).reshape([-1] + [1] * (len(positions) - 1))
-    return None
-
-
-@hypothesis.given(cases())
-def test_values_gradients_and_moving_averages_equal_numpy(case):
-    rng = np.random.RandomState(case["seed"])
-    axis = case["axis"] % len(case["shape"])
-    channels = case["shape"][axis]
-    dtype = case["dtype"]
-    x = (case["offset"] + rng.randn(*case["shape"])) * 2
-    mask = make_mask(rng, case["mask"], case["shape"], axis)
-    ends = np.cumsum(case["sizes"])[:-1]
-    dy = rng.randn(*case["shape"])
-    gamma, beta = rng.rand(channels) + 0.5, rng.randn(channels)
-    stored = tf.float64 if dtype == tf.float64 else tf.float32
-
-    with tf.Graph().as_default():
-        # What each tower is given, rounded to its dtype before NumPy sees it.
-        rounded = [tf.cast(tf.constant(a), dtype) for a in (x, dy)]
-        fed = [tf.placeholder_with_default(a, case["shape"] if case["known"] else [
-            n if i == axis else None for i, n in enumerate(case["shape"])]) for a in rounded]
-
-        def model(x, dy, mask):
-            y = tf_syncbn.sync_batch_norm(
-                x, case["axis"], MOMENTUM, EPSILON, case["center"], case["scale"], name="bn", mask=mask,
-                group_size=case["group_size"], gamma_initializer=tf.constant_initializer(gamma),
-                beta_initializer=tf.constant_initializer(beta))
-            assert y.dtype == dtype and y.shape.as_list() == x.shape.as_list()
-            return y, tf.reduce_sum(tf.cast(y, stored) * tf.cast(dy, stored)), x
-
-        masks = [None] * len(case["sizes"]) if mask is None else np.split(mask, ends)
-        parts = [(px, pd, pm) for px, pd, pm in zip(tf.split(fed[0], case["sizes"]), tf.split(fed[1], case["sizes"]), masks)]
-        current = iter(parts)
-        replicas = build(lambda: model(*next(current)), lambda context: (), len(parts))
-        affine = [v for v in tf.trainable_variables()]
-        assert [v.dtype.base_dtype for v in tf.global_variables()] == [stored] * len(tf.global_variables())
-        # Every tower's loss in one call: the gradients of all inputs and of the variables' whole.
-        total = tf.add_n([tower.outputs[1] for tower in replicas])
-        dx = tf.gradients(total, [tower.outputs[2] for tower in replicas])
-        d_affine = tf.gradients(total, affine) if affine else []
-        # What the moving averages are does not depend on the gradients.
-        updates = towers.collect_update_ops(replicas, "first")
-        with session() as made:
-            ys, xs, dxs, d_affine, x_given, dy_given, _ = made.run(
-                [[tf.cast(t.outputs[0], stored) for t in replicas], rounded, [tf.cast(d, stored) for d in dx], d_affine,
-                 tf.cast(rounded[0], tf.float64), tf.cast(rounded[1], tf.float64), updates])
-            moving = made.run({v.op.name: v for v in tf.global_variables()})
-    del xs
-    gamma, beta = gamma if case["scale"] else np.ones(channels), beta if case["center"] else np.zeros(channels)
-    group = case["group_size"] or len(parts)
-    groups = np.cumsum([sum(case["sizes"][i:i + group]) for i in range(0, len(parts), group)])[:-1].tolist()
-    y, mean, variance, count = normalized(x_given, axis, gamma, beta, mask, groups)
-    dx, d_gamma, d_beta = gradients(x_given, dy_given, axis, gamma, mask, groups)
-    expected = [d_gamma] * case["scale"] + [d_beta] * case["center"]
-    # A float16 result is off by its own rounding; the variance of few values may be near epsilon and its inverse large.
-    values = np.prod(case["shape"]) // channels // max(len(groups) + 1, 1)
-    tolerance = {tf.float64: 1e-9, tf.float32: 1e-5, tf.float16: 2e-3, tf.bfloat16: 1.6e-2}[dtype]
-    y_ours, dx_ours = np.concatenate(ys), np.concatenate(dxs)
-    assert np.isfinite(y_ours).all() and np.isfinite(dx_ours).all()
-    assert (moving["bn/moving_variance"] >= 0).all()
-    if values < 8 * max(len(case["sizes"]), 2) and dtype != tf.float64 or mask is not None and dtype != tf.float64:
-        return  # too few values a channel for a bound of this dtype
-    assert largest(y_ours - y) <= tolerance * max(largest(y), 1)
-    assert largest(dx_ours - dx) <= tolerance * max(largest(dx), largest(dy_given), 1)
-    for ours, theirs in zip(d_affine, expected):
-        assert largest(ours - theirs) <= tolerance * max(largest(theirs), largest(dy_given) * 10, 1)
-    fused_axes = {4: (1, 3)} if tf.__version__.startswith("1.") else {4: (1, 3), 5: (1, 4)}
-    unbiased = axis in fused_axes.get(len(case["shape"]), ()) and dtype != tf.float64
-    stored_variance = variance * (count / max(count - 1, 1) if unbiased else 1)
-    keep = MOMENTUM if count > 0 else 1.0
-    wanted = {"bn/moving_mean": (1 - keep) * mean, "bn/moving_variance": keep + (1 - keep) * stored_variance}
-    for name, value in wanted.items():
-        assert largest(moving[name] - value) <= tolerance * max(largest(value), 1), name
+MOMENTUM = 0.9
 
 
 @pytest.mark.parametrize("shape,axis,mean_over_std", [
@@ -248,17 +99,6 @@ def test_group_of_one_tower_is_ordinary_batch_norm_and_moving_averages_are_the_w
     np.testing.assert_allclose(y, normalized(x, 1, 1.0, 0.0, groups=[2, 4, 6])[0], atol=1e-12)
     np.testing.assert_allclose(mean, x.mean(0), atol=1e-12)
     np.testing.assert_allclose(variance, x.var(0), atol=1e-12)
-
-
-def numerical_gradient(f, x, step=1e-5):
-    result = np.zeros_like(x)
-    for i in np.ndindex(*x.shape):
-        moved = x.copy()
-        moved[i] += step
-        above = f(moved)
-        moved[i] -= 2 * step
-        result[i] = (above - f(moved)) / (2 * step)
-    return result
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -565,3 +405,67 @@ def test_eager_execution_is_refused(monkeypatch):
     monkeypatch.setattr(tf, "executing_eagerly", lambda: True)
     with pytest.raises(RuntimeError, match="eager execution is on"):
         tf_syncbn.sync_batch_norm(np.ones([4, 3], np.float32), training=True)
+
+
+def kept_for_backward(ops_before, ops_after):
+    """Returns the tensors of the forward pass that ops of the backward pass read, what only passes them on left out."""
+    def source(tensor):
+        while tensor.op.type in ("Identity", "IdentityN", "StopGradient"):
+            tensor = tensor.op.inputs[tensor.op.outputs.index(tensor)]
+        return tensor
+    forward = set(ops_before)
+    return {source(tensor) for op in ops_after if op not in forward for tensor in op.inputs if tensor.op in forward}
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.float64])
+@pytest.mark.parametrize("axis", [3, 1])
+def test_backward_pass_keeps_the_input_and_vectors_alone(dtype, axis):
+    x = tf.placeholder(dtype, [6, 8, 8, 8])
+    replicas = build(lambda x: (tf_syncbn.sync_batch_norm(x, axis), x), (x,), 2)
+    graph = tf.get_default_graph()
+    before = graph.get_operations()
+    tf.gradients([tower.outputs[0] for tower in replicas], [tower.outputs[1] for tower in replicas] + tf.trainable_variables(),
+                 [tf.placeholder(dtype, [3, 8, 8, 8]) for _ in range(2)])
+    large = [t for t in kept_for_backward(before, graph.get_operations()) if t.shape.num_elements() > 3 * 8 + 1]
+    assert {t.dtype for t in large} == {dtype} and len(large) == 2, large  # each tower's part of x, in its own dtype
+
+
+def test_towers_of_unlike_heights_and_widths_count_their_positions():
+    rng = np.random.RandomState(0)
+    shapes = [(2, 3, 4, 3), (1, 7, 2, 3), (3, 1, 1, 3)]
+    xs, dys = ([rng.randn(*shape) * 2 + 1 for shape in shapes] for _ in range(2))
+    parts = towers.PerTower([(tf.constant(x),) for x in xs])
+    replicas = towers.TowerBuilder(["/cpu:0"] * 3).build(lambda x: (tf_syncbn.sync_batch_norm(x), x), parts)
+    slopes = tf.gradients([tower.outputs[0] for tower in replicas], [tower.outputs[1] for tower in replicas],
+                          [tf.constant(dy) for dy in dys])
+    rows, d_rows = (np.concatenate([a.reshape(-1, 3) for a in arrays]) for arrays in (xs, dys))
+    y, dx = normalized(rows, 1, 1.0, 0.0)[0], gradients(rows, d_rows, 1, 1.0)[0]
+    ys, dxs = run([[tower.outputs[0] for tower in replicas], slopes])
+    np.testing.assert_allclose(np.concatenate([a.reshape(-1, 3) for a in ys]), y, atol=1e-9)
+    np.testing.assert_allclose(np.concatenate([a.reshape(-1, 3) for a in dxs]), dx, atol=1e-9)
+
+
+def matmuls_in(device):
+    """Returns the products of matrices in a synced layer of a tower on a device, forward and backward."""
+    with tf.Graph().as_default() as graph:
+        builder = towers.TowerBuilder([device])
+        replicas = builder.build(lambda x: tf.reduce_sum(tf_syncbn.sync_batch_norm(x) ** 2), (tf.zeros([64, 8, 8, 3]),))
+        tf.gradients(replicas.loss, tf.trainable_variables())
+        definition = graph.as_graph_def()
+    nodes = list(definition.node) + [node for function in definition.library.function for node in function.node_def]
+    return [node.name for node in nodes if "MatMul" in node.op]
+
+
+def test_sums_are_products_with_ones_on_a_cpu_alone_for_a_gpu_would_round_their_inputs():
+    assert matmuls_in("/cpu:0") and not matmuls_in("/gpu:0")
+
+
+@pytest.mark.skipif("gpu" not in towers.TowerBuilder().devices[0].lower(), reason="TensorFlow sees no GPU here")
+def test_large_means_survive_on_a_gpu():
+    x = (np.random.RandomState(0).randn(64, 32, 32, 8) + 1e4).astype(np.float32)
+    replicas = towers.TowerBuilder(["/gpu:0"] * 2).build(
+        lambda x: tf.reduce_sum(tf_syncbn.sync_batch_norm(x, momentum=0.0)[:1]), (x,))
+    with session() as made:
+        made.run([towers.collect_update_ops(replicas), replicas.loss])
+        variance = made.run(tf.global_variables()[-1])
+    assert np.abs(variance / x.var((0, 1, 2), dtype=np.float64) - 1).max() <= 1e-3
