@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.batch_norm_oracle import gradients, normalized
+from tests.batch_norm_oracle import normalized
 from tests.support import build, cpus, run, session
 from tf_syncbn.graph_function import call, call_with_gradient
 from tf_syncbn.normalization import FUSED, FUSED_GRADIENT, PLAIN, gradient_sums, input_gradient
@@ -150,28 +150,6 @@ def test_a_saved_model_of_training_and_of_evaluation_loads(tmp_path):
         with tf.Graph().as_default(), tf.Session(config=towers.session_config(cpus(2))) as loaded:
             tf.saved_model.load(loaded, ["serve"], folder)
             np.testing.assert_array_equal(loaded.run(y.name, {x.name: X}), expected)
-
-
-@pytest.mark.skipif(tf.__version__.startswith("1."), reason="jit_compile needs TensorFlow 2")
-@pytest.mark.parametrize("shape,axis", [([64, 8, 8, 3], 3), ([10, 7, 5, 3], 3), ([6, 3, 5, 4], 1)])
-def test_compiled_kernels_compute_what_the_others_do(shape, axis):
-    x = np.random.RandomState(0).randn(*shape).astype(np.float32) * 2 + 1
-
-    def compiled(x):
-        y = tf_syncbn.sync_batch_norm(x, axis, name="bn", jit_compile=True)
-        return y, tf.gradients(y ** 3, x)[0]
-
-    y, dx = run(build(compiled, (x,), 2).merged)
-    wanted, _, _, _ = normalized(x, axis, 1.0, 0.0)
-    np.testing.assert_allclose(y, wanted, atol=1e-5)
-    slopes = gradients(x, 3 * wanted ** 2, axis, 1.0)[0]
-    assert np.abs(dx - slopes).max() <= 1e-4 * np.abs(slopes).max()
-
-
-@pytest.mark.skipif(not tf.__version__.startswith("1."), reason="TensorFlow 2 has jit_compile")
-def test_compilation_is_refused_where_tensorflow_has_none():
-    with pytest.raises(ValueError, match="jit_compile=True needs TensorFlow 2; this is 1.15"):
-        tf_syncbn.sync_batch_norm(tf.constant(X), training=True, jit_compile=True)
 
 
 def test_nodes_a_layer_and_tower_are_few():

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "context", "exchange", "cross_tower", "placement", "batch", "sharing", "graph_collections",
                     "builder", "graph_walk", "update_ops", "gradients", "training", "testing"],
-         "tf_syncbn": ["graph_function", "moments", "normalization", "moving_averages", "renormalization", "batch_norm", "slim"]}
+         "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
+                       "whole_batch", "batch_norm", "slim"]}
 
 
 def imports(path):

@@ -13,7 +13,7 @@ from towers.exchange import gradient_place, remember_place
 __all__ = ["call", "call_with_gradient"]
 
 
-def call(kernel, *tensors, jit_compile=False, **static):
+def call(kernel, *tensors, **static):
     """Computes `kernel(*tensors, **static)` as one node.
 
     Once TensorFlow has inlined the call, a control dependency on it waits for nothing: wait for an identity of a result.
@@ -21,45 +21,43 @@ def call(kernel, *tensors, jit_compile=False, **static):
     Args:
       kernel: a function at module level that returns a tensor or a tuple of tensors and makes no variables.
       *tensors: tensors of known rank, or None, which reaches the kernel as None.
-      jit_compile: whether XLA compiles the kernel (TensorFlow 2).
       **static: hashable values, part of what is traced.
 
     Returns:
       What the kernel returns.
     """
     signature = tuple(t if t is None else (t.dtype.base_dtype, tuple(t.shape.as_list())) for t in tensors)
-    function = _trace(kernel, jit_compile, signature, tuple(sorted(static.items())))
+    function = _trace(kernel, signature, tuple(sorted(static.items())))
     with tf.name_scope(kernel.__name__):
         return function(*[t for t in tensors if t is not None])
 
 
 @functools.lru_cache(maxsize=1024)
-def _trace(kernel, jit_compile, signature, static):
+def _trace(kernel, signature, static):
     def function(*given):
         given = iter(given)
         return kernel(*[spec if spec is None else next(given) for spec in signature], **dict(static))
 
     function.__name__ = kernel.__name__
-    options = {"jit_compile": True} if jit_compile else {}
     # In a graph of its own the trace sees none of the caller's name scopes, devices and control dependencies.
     with tf.Graph().as_default():
-        return tf.function(function, autograph=False, **options).get_concrete_function(
+        return tf.function(function, autograph=False).get_concrete_function(
             *[tf.TensorSpec(shape, dtype) for dtype, shape in filter(None, signature)])
 
 
-def call_with_gradient(kernel, *tensors, plain, jit_compile=False, **static):
+def call_with_gradient(kernel, *tensors, plain, **static):
     """Calls a kernel made of ops that TensorFlow does not differentiate rightly, as one that it does.
 
     Args:
       kernel, *tensors: see `call`; the kernel returns a tuple.
       plain: dict of static values that make the kernel compute the same by ops that may be differentiated. Its gradient is
         that of those ops, built only where someone asks for it.
-      jit_compile, **static: see `call`.
+      **static: see `call`.
 
     Returns:
       What the kernel returns.
     """
-    outputs = call(kernel, *tensors, jit_compile=jit_compile, **static)
+    outputs = call(kernel, *tensors, **static)
     with tf.get_default_graph().gradient_override_map({"IdentityN": "PlainKernel"}):
         results = tf.identity_n(list(outputs) + [t for t in tensors if t is not None], name="with_gradient")
     given = tuple(tensor is not None for tensor in tensors)

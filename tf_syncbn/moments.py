@@ -12,7 +12,6 @@ __all__ = ["accumulator", "add_along", "along", "channel_sums", "local_moments",
 
 _BLOCK = 256  # rows summed at a time
 _SAMPLE = 16  # one row in so many is enough for a first mean
-_UNROLLED = 16  # slices that XLA adds in one loop
 
 
 def accumulator(dtype):
@@ -43,9 +42,8 @@ def channel_sums(x, axis, sums_by="reduce"):
     Args:
       x: floating point tensor, C channels along `axis`.
       axis: int, not negative.
-      sums_by: "reduce"; "matmul", products with ones where the number of rows is known, on CPU up to a third faster (on a
-        GPU TF32 would round their inputs); or "slices", for XLA, whose CPU backend makes scalar loops of `reduce_sum` over
-        rows and vector ones of sums of slices (2.15.1: 1.2 ms for two sums where reduce_sum took 8.3).
+      sums_by: "reduce", or "matmul": products with ones where the number of rows is known, on CPU up to a third faster; on a
+        GPU TF32 would round their inputs.
 
     Returns:
       Tensor [C] of the dtype of `x`.
@@ -56,8 +54,6 @@ def channel_sums(x, axis, sums_by="reduce"):
         return tf.reduce_sum(sums, list(range(axis))) if axis else sums
     rows = _rows(x)
     count, channels = (tf.dimension_value(size) for size in rows.shape)
-    if sums_by == "slices" and count and count % _UNROLLED == 0:
-        rows = tf.add_n(tf.unstack(tf.reshape(rows, [_UNROLLED, count // _UNROLLED, channels])))
     if sums_by == "matmul" and count and count >= 2 * _BLOCK:
         joined = _joined(count)
         sums = tf.matmul(tf.ones([1, count // joined], x.dtype), tf.reshape(rows, [count // joined, joined * channels]))
@@ -77,10 +73,8 @@ def _joined(count):
     return joined
 
 
-def _square_sums(x, axis, sums_by):
+def _square_sums(x, axis):
     """Sums the squares over all axes but the channels'."""
-    if sums_by == "slices":
-        return channel_sums(tf.square(x), axis, sums_by)
     if axis != x.shape.rank - 1:
         norms = tf.math.reduce_euclidean_norm(x, list(range(axis + 1, x.shape.rank)))
         return tf.reduce_sum(tf.square(norms), list(range(axis))) if axis else tf.square(norms)
@@ -113,7 +107,7 @@ def _blocks(rows):
 
 
 def local_moments(x, mask, axis, sums_by):
-    """Computes one tower's part of the moments: differences `d = x - s` from something near the mean, and their sums.
+    """Computes one tower's part of the moments, from differences `d = x - s` from something near the mean.
 
     `s` is the mean of every position where they are few or masked, else that of the first sixteenth. That is near enough
     whatever the data: the mean of a part `f` of all values lies within `std / sqrt(f)` of the mean of all, so no more than
@@ -127,22 +121,20 @@ def local_moments(x, mask, axis, sums_by):
       sums_by: see `channel_sums`.
 
     Returns:
-      d: tensor of the shape of `x`, in the accumulator's dtype.
-      s: tensor [C].
-      packed: tensor [3C + 1], the count n, s, sum d, sum d^2. All zero where nothing is counted.
+      Tensor [3C + 1] of the accumulator's dtype: the count n, s, sum d, sum d^2. All zero where nothing is counted.
     """
     x = tf.cast(x, accumulator(x.dtype))
     count = _count(x, axis, mask)
     if mask is None:
         near = _first_mean(x, axis, sums_by)
         differences = add_along(x, -near, axis)
-        sums, squares = channel_sums(differences, axis, sums_by), _square_sums(differences, axis, sums_by)
+        sums, squares = channel_sums(differences, axis, sums_by), _square_sums(differences, axis)
     else:
         near = channel_sums(_masked(x, mask), axis, sums_by) * tf.div_no_nan(tf.ones([], x.dtype), count)
         differences = add_along(x, -near, axis)
         sums = channel_sums(_masked(differences, mask), axis, sums_by)
         squares = channel_sums(_masked(tf.square(differences), mask), axis, sums_by)
-    return differences, near, tf.concat([tf.reshape(count, [1]), near, sums, squares], 0)
+    return tf.concat([tf.reshape(count, [1]), near, sums, squares], 0)
 
 
 def _first_mean(x, axis, sums_by):

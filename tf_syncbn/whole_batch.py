@@ -1,0 +1,143 @@
+"""Normalization by the moments of the whole batch: where the towers of a layer meet, forward and backward.
+
+No variables are made here, and no moving average moves.
+"""
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from towers.cross_tower import cross_tower_sum_at
+from towers.exchange import gradient_place, meet_at, next_place, remember_place
+from tf_syncbn.graph_function import call, call_with_gradient
+from tf_syncbn.moments import accumulator, local_moments, merge_groups
+from tf_syncbn.normalization import FUSED, FUSED_GRADIENT, PLAIN, gradient_sums, input_gradient, normalize_by
+
+__all__ = ["Normalization", "normalize_over_towers"]
+
+
+class Normalization(NamedTuple):
+    """How a layer normalizes.
+
+    Fields:
+      axis: int, the channels' axis, not negative.
+      epsilon: float, added to the variance.
+      group_size: int, moments are shared by groups of so many consecutive towers; None is all towers.
+      sums_by, ops: how the kernels compute, see `tf_syncbn.normalization`; set here.
+    """
+    axis: int
+    epsilon: float
+    group_size: Any = None
+    sums_by: str = "reduce"
+    ops: str = PLAIN
+
+
+def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, frozen=None, correct=None):
+    """Computes `gamma (x - mean) / sqrt(var + epsilon) + beta` by the moments of all towers, or of the tower's group.
+
+    The tower meets the others once here, and once in each gradient.
+
+    Args:
+      x: floating point tensor, C channels along `how.axis`.
+      gamma, beta: tensors [C] of the accumulator's dtype, or None.
+      how: `Normalization`.
+      tower: the current `TowerContext`, or None outside of towers.
+      mask: weights of the positions, in the accumulator's dtype, of a shape that broadcasts to `x`, size 1 along the
+        channels' axis; or None.
+      training: scalar bool tensor; where it is False the moments are `frozen`. None stands for True.
+      frozen: (mean, variance), two tensors [C].
+      correct: a function of an aggregate of moments that makes it return corrections too, see
+        `tf_syncbn.renormalization.with_corrections`; or None.
+
+    Returns:
+      y: tensor of the shape and dtype of `x`.
+      whole: tensor [2C + 1], the moments of all towers, see `tf_syncbn.moments.merge`.
+    """
+    sums_by, ops = _fastest(x, how.axis, mask, tower)
+    how = how._replace(sums_by=sums_by, ops=ops)
+    packed = call(local_moments, x, mask, axis=how.axis, sums_by=how.sums_by)
+    channels = tf.dimension_value(x.shape[how.axis])
+    results = [(packed.dtype, [2 * channels + 1])] * 2
+    if correct is None:
+        place, used, whole = _meet(packed, _merged(how.group_size), results, tower)
+    else:
+        place, used, whole, corrections = _meet(
+            packed, correct(_merged(how.group_size)), results + [(packed.dtype, [2 * channels])], tower)
+        r, d = tf.split(tf.stop_gradient(corrections), 2)
+        gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
+        beta = d if beta is None else beta + d
+    if training is not None:
+        used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
+    y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
+    return _with_gradient(place, how, y, used, x, (gamma, beta, mask, training)), whole
+
+
+def _fastest(x, axis, mask, tower):
+    """Returns how `channel_sums` is to sum and which ops the kernels are to use; see `tf_syncbn.normalization`."""
+    on_cpu = tower is not None and "CPU" in tower.device.upper()
+    sums_by = "matmul" if on_cpu else "reduce"
+    if accumulator(x.dtype) != tf.float32 or axis != x.shape.rank - 1:
+        return sums_by, PLAIN
+    products = mask is not None or on_cpu and tf.__version__.startswith("1.")
+    return sums_by, FUSED if products else FUSED_GRADIENT
+
+
+def _merged(group_size):
+    """Returns an aggregate for an exchange: for each tower, the moments of its group and of all towers."""
+    def aggregate(per_tower):
+        packed = [contribution for contribution, in per_tower]
+        size = group_size or len(packed)
+        *groups, whole = call(merge_groups, *packed, group_size=size)
+        return [[groups[i // size], whole] for i in range(len(packed))]
+    return aggregate
+
+
+def _meet(packed, aggregate, results, tower):
+    """Returns the layer's place, and for each of `results`, pairs of dtype and shape, what the aggregate holds."""
+    if tower is None:
+        return (None, *aggregate([[packed]])[0])
+    with tf.name_scope("exchange"):
+        place = next_place("sync_batch_norm", [packed])
+        return (place, *meet_at(place, [packed], aggregate, results))
+
+
+def _with_gradient(place, how, y, moments, x, optional):
+    """Returns `y` with the layer's gradient; autodiff sees neither how `y` nor how its moments were computed."""
+    tensors = [y, moments, x] + [tensor for tensor in optional if tensor is not None]
+    with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncBatchNorm"}):
+        outputs = tf.identity_n(tensors, name="with_gradient")
+    remember_place(outputs[0].op, place, (how, tuple(tensor is not None for tensor in optional)))
+    return outputs[0]
+
+
+@tf.RegisterGradient("SyncBatchNorm")
+def _sync_batch_norm_gradient(op, dy, d_moments, *_):
+    """The gradient of one tower's part; `op` passes on what it was given, moments among them.
+
+    The moments are an output of `op`, whose gradient arrives here as `d_moments` when this function is itself
+    differentiated: hence derivatives of any order. In a first derivative it is zeros, and towers exchange half as much.
+    """
+    place, (how, optional) = gradient_place(op)
+    moments, x = op.outputs[1], op.inputs[2]
+    given = iter(op.inputs[3:])
+    gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
+    options = {"axis": how.axis, "epsilon": how.epsilon, "ops": how.ops, "plain": {"ops": PLAIN}}
+    with tf.name_scope("exchange"):
+        sums, *scaled = call_with_gradient(gradient_sums, dy, x, moments, gamma, masked=mask is not None,
+                                           sums_by=how.sums_by, scales=how.ops == FUSED_GRADIENT, **options)
+        totals = sums if _is_zeros(d_moments) else tf.concat([sums, d_moments[1:]], 0)
+        if place is not None:
+            totals = cross_tower_sum_at(place, totals, how.group_size)
+        totals, moment_totals = (totals, None) if _is_zeros(d_moments) else tf.split(totals, 2)
+    dy, scaled = (None, scaled[0]) if scaled else (dy, None)
+    dx, = call_with_gradient(input_gradient, dy, x, moments, gamma, totals, moment_totals, scaled, training, mask, **options)
+    d_beta, d_gamma = tf.split(sums, 2)
+    of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
+    return [None, None, dx] + of_optional
+
+
+def _is_zeros(tensor):
+    """Tells whether a tensor is known to be zero while the graph is built."""
+    if tensor.op.type == "ZerosLike":  # what tf.gradients makes for an output that nobody uses
+        return True
+    value = tf.get_static_value(tensor)
+    return value is not None and not value.any()
