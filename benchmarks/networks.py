@@ -1,0 +1,110 @@
+"""One ResNet, written once over a few layers, so that every variant trains the very same network.
+
+He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2015), section 4.2, for 32 x 32 images: depth 6n + 2,
+three stages of n blocks with 16, 32 and 64 channels, shortcuts without parameters.
+"""
+from typing import Callable, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+from benchmarks.unsynced import EPSILON, MOMENTUM, fused_batch_norm
+
+__all__ = ["IMAGE_SHAPE", "Layers", "NUM_CLASSES", "fused_layers", "model_fn", "resnet", "synced_layers"]
+
+IMAGE_SHAPE, NUM_CLASSES = (32, 32, 3), 10
+
+
+class Layers(NamedTuple):
+    """What a network is made of. `x` is whatever the variant passes from layer to layer: a tensor, or a list of them.
+
+    Variables are named `<name>/kernel`, `<name>/bias`, `<name>/gamma` and so on in every variant.
+
+    Fields:
+      each: function of (a function of tensors, *xs) that applies what has no variables.
+      conv: function of (x, channels, stride, name): a convolution 3 x 3 without bias.
+      batch_norm: function of (x, name), with moving averages.
+      dense: function of (x, units, name): a matrix product and a bias.
+    """
+    each: Callable
+    conv: Callable
+    batch_norm: Callable
+    dense: Callable
+
+
+def resnet(layers, images, depth=20):
+    """Applies the ResNet.
+
+    Args:
+      layers: `Layers`.
+      images: float32 [b, 32, 32, 3], in the form that `layers` takes.
+      depth: int, 6n + 2.
+
+    Returns:
+      Logits [b, 10], in the form that `layers` returns.
+    """
+    def norm_relu(x, name):
+        return layers.each(tf.nn.relu, layers.batch_norm(x, name))
+
+    x = norm_relu(layers.conv(images, 16, 1, "first"), "first_bn")
+    for stage in range(3):
+        for block in range((depth - 2) // 6):
+            name = "stage%d_block%d/" % (stage, block)
+            channels, stride = 16 << stage, 2 if stage and not block else 1
+            shortcut = layers.each(_narrow_and_widen, x) if stride > 1 else x
+            x = norm_relu(layers.conv(x, channels, stride, name + "conv1"), name + "bn1")
+            x = layers.batch_norm(layers.conv(x, channels, 1, name + "conv2"), name + "bn2")
+            x = layers.each(_add_relu, x, shortcut)
+    return layers.dense(layers.each(_mean_over_positions, x), NUM_CLASSES, "dense")
+
+
+def model_fn(layers, depth=20):
+    """Returns a model function of images [b, 32, 32, 3] and labels [b] that returns the mean loss, for `towers`."""
+    def loss(images, labels):
+        logits = resnet(layers, images, depth)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+    return loss
+
+
+def synced_layers():
+    """Returns plain layers on tensors, with `tf_syncbn.sync_batch_norm`."""
+    return Layers(_each, _conv, _synced, _dense)
+
+
+def fused_layers():
+    """Returns plain layers on tensors, with the fused op, of each tower alone."""
+    return Layers(_each, _conv, fused_batch_norm, _dense)
+
+
+def _synced(x, name):
+    return tf_syncbn.sync_batch_norm(x, momentum=MOMENTUM, epsilon=EPSILON, name=name)
+
+
+def _each(function, *xs):
+    return function(*xs)
+
+
+def _conv(x, channels, stride, name):
+    with tf.variable_scope(name):
+        kernel = tf.get_variable("kernel", [3, 3, x.shape.as_list()[-1], channels],
+                                 initializer=tf.variance_scaling_initializer(2.0, "fan_out"))
+        return tf.nn.conv2d(x, kernel, strides=[1, stride, stride, 1], padding="SAME")
+
+
+def _dense(x, units, name):
+    with tf.variable_scope(name):
+        kernel = tf.get_variable("kernel", [x.shape.as_list()[-1], units], initializer=tf.glorot_uniform_initializer())
+        return tf.matmul(x, kernel) + tf.get_variable("bias", [units], initializer=tf.zeros_initializer())
+
+
+def _narrow_and_widen(x):
+    more = x.shape.as_list()[-1] // 2
+    return tf.pad(x[:, ::2, ::2], [[0, 0], [0, 0], [0, 0], [more, more]])
+
+
+def _add_relu(x, shortcut):
+    return tf.nn.relu(x + shortcut)
+
+
+def _mean_over_positions(x):
+    return tf.reduce_mean(x, [1, 2])
