@@ -1,0 +1,51 @@
+"""The benchmarks' own arithmetic, and that every variant that is timed trains the very same network."""
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import graph, report, variants
+from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
+
+
+def test_ratios_are_of_the_same_round():
+    seconds = {"a": np.array([1.0, 20.0, 3.0]), "b": np.array([2.0, 10.0, 3.0])}
+    assert paired_ratio(seconds, "a", "b") == {"median": 1.0, "lower_quartile": 0.75, "upper_quartile": 1.5}
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+
+
+def test_variants_take_turns_and_none_always_follows_the_same_other():
+    calls = []
+    seconds = take_turns({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=6, warm_ups=2)
+    rounds = [tuple(calls[i:i + 3]) for i in range(0, len(calls), 3)]
+    assert len(rounds) == 8 and all(sorted(names) == list("abc") for names in rounds)
+    assert {names.index("b") for names in rounds[2:]} == {0, 1, 2}
+    assert all(len(values) == 6 for values in seconds.values())
+
+
+def losses_of(name, images, labels, weights=None):
+    variant = variants.make_variant(name, num_towers=2, batch_size=3, depth=8)
+    weights = variant.weights() if weights is None else weights
+    variant.load(weights, images, labels)
+    return [variant.step() for _ in range(3)], weights
+
+
+def test_every_variant_trains_the_same_network():
+    images, labels = variants.make_batch(6)
+    synced, weights = losses_of(variants.SYNCED, images, labels)
+    for name in (variants.ONE_TOWER, variants.LISTS_ONE_CALL, variants.LISTS_PER_TOWER):
+        np.testing.assert_allclose(losses_of(name, images, labels, weights)[0], synced, rtol=1e-3, err_msg=name)
+    assert abs(losses_of(variants.UNSYNCED, images, labels, weights)[0][0] / synced[0] - 1) > 1e-3
+    images, labels = np.concatenate([images[:3]] * 2), np.concatenate([labels[:3]] * 2)
+    alike = [losses_of(name, images, labels, weights)[0] for name in (variants.SYNCED, variants.UNSYNCED)]
+    np.testing.assert_allclose(*alike, rtol=1e-3)
+
+
+def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, capsys):
+    path = graph.main(["--towers", "2", "--rounds", "1", "--out", str(tmp_path)])
+    with open(str(path)) as file:
+        row, = json.load(file)["rows"]
+    assert row["towers"] == 2 and row["sizes"]["synced"]["nodes"] > row["sizes"]["unsynced"]["nodes"] > 1000
+    report.main([str(tmp_path)])
+    assert "nodes" in capsys.readouterr().out
+    assert (tmp_path / "report.md").exists() and list(tmp_path.glob("*.png"))
