@@ -72,6 +72,18 @@ def test_epsilon_is_added_to_the_variance_and_no_floor_under_it():
     np.testing.assert_allclose(run(replicas.merged), (x - 0.1) / np.sqrt(0.01 + 0.03))
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-6, 1.001e-5])
+def test_small_epsilons_count_as_they_are(epsilon, training):
+    x = (np.random.RandomState(0).randn(64, 2, 2, 3) * 1e-3).astype(np.float32)
+    replicas = build(lambda x: tf_syncbn.sync_batch_norm(
+        x, epsilon=epsilon, moving_variance_initializer=tf.constant_initializer(1e-6)), (x,), 2, training=training)
+    exact = x.astype(np.float64)
+    mean, variance = (exact.mean((0, 1, 2)), exact.var((0, 1, 2))) if training else (0, 1e-6)
+    y = (exact - mean) / np.sqrt(variance + epsilon)
+    assert largest(run(replicas.merged) - y) <= 1e-5 * largest(y)
+
+
 def test_nothing_counted_leaves_the_moving_averages_as_they_are():
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, mask=tf.zeros([2])), (np.ones([4, 3], np.float32),), 2)
     with session() as made:

@@ -83,6 +83,29 @@ def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+def ancestors_of(op):
+    """Returns the ops that an op waits for, itself among them."""
+    found, left = set(), [op]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return found
+
+
+@pytest.mark.parametrize("ops,dtype", [(PLAIN, tf.float64), (FUSED, tf.float32), (FUSED_GRADIENT, tf.float16)])
+def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(ops, dtype):
+    dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
+    wide = tf.float64 if dtype == tf.float64 else tf.float32
+    moments, totals = tf.placeholder(wide, [7]), tf.placeholder(wide, [6])
+    gradient_sums(dy, x, moments, None, False, 3, 1e-3, "reduce", ops, ops == FUSED_GRADIENT)
+    input_gradient(dy, x, moments, None, totals, None, None, None, None, 3, 1e-3, ops)
+    for op in tf.get_default_graph().get_operations():
+        if x.op in ancestors_of(op) - {op} and op.type not in ("Shape", "Const"):
+            assert {dy.op, totals.op} & ancestors_of(op), op
+
+
 def test_second_derivatives_in_float32_are_those_in_float64():
     def slopes(dtype):
         x = tf.constant(X, dtype)

@@ -53,7 +53,7 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
         y = add_along(x, -mean, axis) * along(inverse if scale is None else scale * inverse, x, axis)
         return y if offset is None else add_along(y, offset, axis)
     if epsilon < _EPSILON:
-        variance += epsilon - _EPSILON
+        variance = variance + (epsilon - _EPSILON)  # which may be a variable
     y, _, _ = tf.nn.fused_batch_norm(
         _as_images(x), tf.ones_like(mean) if scale is None else scale, tf.zeros_like(mean) if offset is None else offset,
         mean, variance, epsilon=max(epsilon, _EPSILON), is_training=False)
@@ -78,7 +78,9 @@ def normalize_by(x, moments, gamma, beta, axis, epsilon, ops):
     would save no time, and take as much memory as the output.
     """
     _, mean, variance = unpack(moments)
-    return tf.cast(_normalize(tf.cast(x, mean.dtype), mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
+    with tf.control_dependencies([moments]):  # not before the towers have met
+        wide = tf.cast(x, mean.dtype)
+    return tf.cast(_normalize(wide, mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
 
 
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
@@ -98,18 +100,20 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
     Returns:
       A tuple of a tensor [2C] of the accumulator's dtype, S and T, and perhaps of `gamma r dy`, of the same dtype.
     """
-    dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
-    _, mean, variance = unpack(moments)
-    if ops == FUSED_GRADIENT:
-        scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
-            y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
-            reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
-        return tf.concat([d_offset, d_scale], 0), _shaped_as(scaled, x)
-    centred = add_along(x, -mean, axis)
-    products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
-    inverse = tf.rsqrt(variance + epsilon)
-    sums = tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse], 0)
-    return (sums, dy * along(inverse if gamma is None else gamma * inverse, x, axis)) if scales else (sums,)
+    # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
+    with tf.control_dependencies([dy]):
+        dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
+        _, mean, variance = unpack(moments)
+        if ops == FUSED_GRADIENT:
+            scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
+                y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
+                reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
+            return tf.concat([d_offset, d_scale], 0), _shaped_as(scaled, x)
+        centred = add_along(x, -mean, axis)
+        products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
+        inverse = tf.rsqrt(variance + epsilon)
+        sums = tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse], 0)
+        return (sums, dy * along(inverse if gamma is None else gamma * inverse, x, axis)) if scales else (sums,)
 
 
 def input_gradient(dy, x, moments, gamma, totals, moment_totals, scaled, training, mask, axis, epsilon, ops):
@@ -136,25 +140,26 @@ def input_gradient(dy, x, moments, gamma, totals, moment_totals, scaled, trainin
       A tuple of one tensor of the shape and dtype of `x`.
     """
     dtype = x.dtype
-    x = tf.cast(x, accumulator(dtype))
-    count, mean, variance = unpack(moments)
-    share = tf.div_no_nan(tf.constant(-1, x.dtype), count)
-    if training is not None:
-        share = tf.where_v2(training, share, tf.zeros_like(share))
-    scale = tf.rsqrt(variance + epsilon)
-    if gamma is not None:
-        scale *= gamma
+    with tf.control_dependencies([totals]):  # as in `gradient_sums`
+        x = tf.cast(x, accumulator(dtype))
+        count, mean, variance = unpack(moments)
+        share = tf.div_no_nan(tf.constant(-1, x.dtype), count)
+        if training is not None:
+            share = tf.where_v2(training, share, tf.zeros_like(share))
+        scale = tf.rsqrt(variance + epsilon)
+        if gamma is not None:
+            scale *= gamma
 
-    def pull(sums):
-        offset, slope = tf.split(sums, 2)
-        pulled = _normalize(x, mean, variance, slope, offset, epsilon, axis, ops)
-        return pulled if mask is None else tf.where_v2(mask > 0, pulled * mask, tf.zeros_like(pulled))
+        def pull(sums):
+            offset, slope = tf.split(sums, 2)
+            pulled = _normalize(x, mean, variance, slope, offset, epsilon, axis, ops)
+            return pulled if mask is None else tf.where_v2(mask > 0, pulled * mask, tf.zeros_like(pulled))
 
-    if scaled is None:
-        dx = (pull(totals * share) + tf.cast(dy, x.dtype)) * along(scale, x, axis)
-    else:
-        dx = tf.add_n([scaled, pull(totals * tf.tile(scale * share, [2]))])
-    if moment_totals is not None:
-        d_mean, d_variance = tf.split(moment_totals * -share, 2)
-        dx += pull(tf.concat([d_mean, 2 * d_variance * tf.sqrt(variance + epsilon)], 0))
-    return tf.cast(dx, dtype),
+        if scaled is None:
+            dx = (pull(totals * share) + tf.cast(dy, x.dtype)) * along(scale, x, axis)
+        else:
+            dx = tf.add_n([scaled, pull(totals * tf.tile(scale * share, [2]))])
+        if moment_totals is not None:
+            d_mean, d_variance = tf.split(moment_totals * -share, 2)
+            dx += pull(tf.concat([d_mean, 2 * d_variance * tf.sqrt(variance + epsilon)], 0))
+        return tf.cast(dx, dtype),

@@ -56,15 +56,17 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     how = how._replace(sums_by=sums_by, ops=ops)
     packed = call(local_moments, x, mask, axis=how.axis, sums_by=how.sums_by)
     channels = tf.dimension_value(x.shape[how.axis])
-    results = [(packed.dtype, [2 * channels + 1])] * 2
-    if correct is None:
-        place, used, whole = _meet(packed, _merged(how.group_size), results, tower)
-    else:
-        place, used, whole, corrections = _meet(
-            packed, correct(_merged(how.group_size)), results + [(packed.dtype, [2 * channels])], tower)
+    merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
+    if correct is not None:
+        place, used, whole, corrections = _meet(packed, correct(merged), results + [(packed.dtype, [2 * channels])], tower)
         r, d = tf.split(tf.stop_gradient(corrections), 2)
         gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
         beta = d if beta is None else beta + d
+    elif how.group_size is not None:
+        place, used, whole = _meet(packed, merged, results, tower)
+    else:
+        place, used = _meet(packed, lambda per_tower: [row[:1] for row in merged(per_tower)], results[:1], tower)
+        whole = used
     if training is not None:
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
     y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
