@@ -74,8 +74,8 @@ def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
         for scales in (True,) if ops == FUSED_GRADIENT else (False, True):
             sums, *scaled = gradient_sums(dy, x, moments, gamma, False, axis, epsilon, "reduce", ops, scales)
             assert len(scaled) == scales
-            dx, = input_gradient(dy, x, moments, gamma, totals, pulls, scaled[0] if scaled else None, None, None, axis, epsilon,
-                                 ops)
+            dx, = input_gradient(dy, x, moments, sums[6:], totals, pulls, scaled[0] if scaled else None, None, None, axis,
+                                 epsilon, ops)
             results.append([sums, dx])
     plain, *fused = run(results)
     for others in fused:
@@ -98,12 +98,56 @@ def ancestors_of(op):
 def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(ops, dtype):
     dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
     wide = tf.float64 if dtype == tf.float64 else tf.float32
-    moments, totals = tf.placeholder(wide, [7]), tf.placeholder(wide, [6])
+    moments, totals, scale = tf.placeholder(wide, [7]), tf.placeholder(wide, [6]), tf.placeholder(wide, [3])
     gradient_sums(dy, x, moments, None, False, 3, 1e-3, "reduce", ops, ops == FUSED_GRADIENT)
-    input_gradient(dy, x, moments, None, totals, None, None, None, None, 3, 1e-3, ops)
+    input_gradient(dy, x, moments, scale, totals, None, None, None, None, 3, 1e-3, ops)
     for op in tf.get_default_graph().get_operations():
         if x.op in ancestors_of(op) - {op} and op.type not in ("Shape", "Const"):
             assert {dy.op, totals.op} & ancestors_of(op), op
+
+
+def test_variables_are_read_for_the_last_time_before_their_gradients_are_there():
+    """What runs is asked, after Grappler, which moves the factor 2 through a product and loses control dependencies there."""
+    def model_fn(x):
+        scale = tf.get_variable("scale", [3], initializer=tf.constant_initializer(1.3))
+        y = tf_syncbn.sync_batch_norm(x * scale, name="bn1")
+        return tf.reduce_mean(tf.sin(tf_syncbn.sync_batch_norm(tf.sin(2 * y) + x * x, name="bn2")))
+
+    replicas = build(model_fn, (tf.constant(X),), 3)
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.05, 0.9))
+    ran = tf.RunMetadata()
+    with session() as made:
+        made.run([replicas.loss, train_op], options=tf.RunOptions(output_partition_graphs=True), run_metadata=ran)
+    nodes = {node.name: node for graph in ran.partition_graphs for node in graph.node}
+    sent = {node.attr["tensor_name"].s: name for name, node in nodes.items() if node.op in ("_Send", "_HostSend")}
+
+    def sources(name):
+        received = [sent[nodes[name].attr["tensor_name"].s]] if nodes[name].op in ("_Recv", "_HostRecv") else []
+        return received + [source.lstrip("^").split(":")[0] for source in nodes[name].input]
+
+    def waits_for(name):
+        found, left = set(), [name]
+        while left:
+            name = left.pop()
+            if name not in found:
+                found.add(name)
+                left.extend(sources(name))
+        return found
+
+    def readers(name):
+        """The ops that read a variable's memory: what passes it on may hand out that very memory."""
+        for reader, node in nodes.items():
+            if name in sources(reader) and "^" + name not in node.input:
+                if node.op in ("Identity", "IdentityN", "Reshape", "ReadVariableOp", "_Send", "_Recv", "_HostSend", "_HostRecv"):
+                    for other in readers(reader):
+                        yield other
+                else:
+                    yield reader
+
+    for variable in tf.trainable_variables():
+        update, = [name for name, node in nodes.items() if "ApplyMomentum" in node.op and node.input[0] == variable.op.name]
+        found = set(readers(variable.op.name))
+        assert len(found) > 3 and found <= waits_for(update), (variable.op.name, found - waits_for(update))
 
 
 def test_second_derivatives_in_float32_are_those_in_float64():

@@ -84,7 +84,12 @@ def normalize_by(x, moments, gamma, beta, axis, epsilon, ops):
 
 
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
-    """Computes `S = sum dy` and `T = sum dy r (x - mean)`, `r = 1 / sqrt(var + epsilon)`, and if asked `gamma r dy`.
+    """Computes `S = sum dy`, `T = sum dy r (x - mean)` and `a = gamma r`, `r = 1 / sqrt(var + epsilon)`, and if asked `a dy`.
+
+    `a` lies in one tensor with the sums so that the gradient of `gamma`, which is T, can't be there before `gamma` has been
+    read for the last time: an optimizer may write it at once. TensorFlow's gating says so by control dependencies, and
+    Grappler loses those where it moves a constant factor through the kernel's last product: one gradient in twenty was
+    then taken of a `gamma` already updated (1.15.5).
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`.
@@ -95,38 +100,39 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
       epsilon: float.
       sums_by: see `tf_syncbn.moments.channel_sums`.
       ops: PLAIN, FUSED or FUSED_GRADIENT.
-      scales: whether to return `gamma r dy`, as FUSED_GRADIENT has to.
+      scales: whether to return `a dy`, as FUSED_GRADIENT has to.
 
     Returns:
-      A tuple of a tensor [2C] of the accumulator's dtype, S and T, and perhaps of `gamma r dy`, of the same dtype.
+      A tuple of a tensor [3C] of the accumulator's dtype, S, T and a, and perhaps of `a dy`, of the same dtype.
     """
     # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
     with tf.control_dependencies([dy]):
         dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
         _, mean, variance = unpack(moments)
+        inverse = tf.rsqrt(variance + epsilon)
+        scale = inverse if gamma is None else gamma * inverse
         if ops == FUSED_GRADIENT:
             scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
                 y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
                 reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
-            return tf.concat([d_offset, d_scale], 0), _shaped_as(scaled, x)
+            return tf.concat([d_offset, d_scale, scale], 0), _shaped_as(scaled, x)
         centred = add_along(x, -mean, axis)
         products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
-        inverse = tf.rsqrt(variance + epsilon)
-        sums = tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse], 0)
-        return (sums, dy * along(inverse if gamma is None else gamma * inverse, x, axis)) if scales else (sums,)
+        sums = tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse, scale], 0)
+        return (sums, dy * along(scale, x, axis)) if scales else (sums,)
 
 
-def input_gradient(dy, x, moments, gamma, totals, moment_totals, scaled, training, mask, axis, epsilon, ops):
+def input_gradient(dy, x, moments, scale, totals, moment_totals, scaled, training, mask, axis, epsilon, ops):
     """Computes one tower's part of the gradient by `x`, from sums over all towers.
 
         dx = a (dy - w (S + r T (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
 
-    with `r = 1 / sqrt(var + epsilon)`, `a = gamma r`, the mask `w`, and `G`, what else pulls at the moments.
+    with `r = 1 / sqrt(var + epsilon)`, the mask `w`, and `G`, what else pulls at the moments.
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
       moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
-      gamma: tensor [C] of the accumulator's dtype, or None.
+      scale: tensor [C], a from `gradient_sums`.
       totals: tensor [2C], S and T from `gradient_sums`, of all towers.
       moment_totals: tensor [2C], G_mean and G_var of all towers; None stands for zeros.
       scaled: tensor `a dy`, if `gradient_sums` gave it, or None.
@@ -146,9 +152,6 @@ def input_gradient(dy, x, moments, gamma, totals, moment_totals, scaled, trainin
         share = tf.div_no_nan(tf.constant(-1, x.dtype), count)
         if training is not None:
             share = tf.where_v2(training, share, tf.zeros_like(share))
-        scale = tf.rsqrt(variance + epsilon)
-        if gamma is not None:
-            scale *= gamma
 
         def pull(sums):
             offset, slope = tf.split(sums, 2)

@@ -9,10 +9,10 @@ import tensorflow.compat.v1 as tf
 from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place
 from tf_syncbn.graph_function import call, call_with_gradient
-from tf_syncbn.moments import accumulator, local_moments, merge_groups
+from tf_syncbn.moments import accumulator, along, local_moments, merge_groups, unpack
 from tf_syncbn.normalization import FUSED, FUSED_GRADIENT, PLAIN, gradient_sums, input_gradient, normalize_by
 
-__all__ = ["Normalization", "normalize_over_towers"]
+__all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
 
 class Normalization(NamedTuple):
@@ -73,6 +73,28 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     return _with_gradient(place, how, y, used, x, (gamma, beta, mask, training)), whole
 
 
+def moments_over_towers(x, axis, tower):
+    """Computes the moments of all towers, for a model that normalizes by them itself.
+
+    The tower meets the others once here, and once in each gradient.
+
+    Args:
+      x: floating point tensor, C channels along `axis`.
+      axis: int, not negative.
+      tower: the current `TowerContext`, or None outside of towers.
+
+    Returns:
+      Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.moments.merge`. Gradients pass its means and variances.
+    """
+    packed = call(local_moments, x, None, axis=axis, sums_by=_fastest(x, axis, None, tower)[0])
+    results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
+    place, whole = _meet(packed, lambda per_tower: [row[:1] for row in _merged(None)(per_tower)], results, tower)
+    with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncMoments"}):
+        whole, _ = outputs = tf.identity_n([whole, x], name="with_gradient")
+    remember_place(outputs[0].op, place, axis)
+    return whole
+
+
 def _fastest(x, axis, mask, tower):
     """Returns how `channel_sums` is to sum and which ops the kernels are to use; see `tf_syncbn.normalization`."""
     on_cpu = tower is not None and "CPU" in tower.device.upper()
@@ -126,15 +148,36 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     with tf.name_scope("exchange"):
         sums, *scaled = call_with_gradient(gradient_sums, dy, x, moments, gamma, masked=mask is not None,
                                            sums_by=how.sums_by, scales=how.ops == FUSED_GRADIENT, **options)
-        totals = sums if _is_zeros(d_moments) else tf.concat([sums, d_moments[1:]], 0)
+        d_beta, d_gamma, scale = tf.split(sums, 3)
+        totals = tf.concat([d_beta, d_gamma] + ([] if _is_zeros(d_moments) else [d_moments[1:]]), 0)
         if place is not None:
             totals = cross_tower_sum_at(place, totals, how.group_size)
         totals, moment_totals = (totals, None) if _is_zeros(d_moments) else tf.split(totals, 2)
     dy, scaled = (None, scaled[0]) if scaled else (dy, None)
-    dx, = call_with_gradient(input_gradient, dy, x, moments, gamma, totals, moment_totals, scaled, training, mask, **options)
-    d_beta, d_gamma = tf.split(sums, 2)
+    dx, = call_with_gradient(input_gradient, dy, x, moments, scale, totals, moment_totals, scaled, training, mask, **options)
     of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
     return [None, None, dx] + of_optional
+
+
+@tf.RegisterGradient("SyncMoments")
+def _sync_moments_gradient(op, d_moments, _):
+    """The gradient of the moments of all towers with respect to one tower's part of the batch."""
+    place, axis = gradient_place(op)
+    with tf.name_scope("exchange"):
+        if place is not None:
+            d_moments = cross_tower_sum_at(place, d_moments)
+    dx, = call_with_gradient(_moments_gradient, op.inputs[1], op.outputs[0], d_moments, axis=axis, plain={})
+    return None, dx
+
+
+def _moments_gradient(x, moments, d_moments, *, axis):
+    """Computes `(d mean + 2 d var (x - mean)) / n`; that the mean moves with `x` changes no variance."""
+    count, mean, _ = unpack(moments)
+    _, d_mean, d_variance = unpack(d_moments)
+    share = tf.div_no_nan(tf.ones_like(count), count)
+    wide = tf.cast(x, moments.dtype)
+    dx = (wide - along(mean, x, axis)) * along(2 * share * d_variance, x, axis) + along(share * d_mean, x, axis)
+    return tf.cast(dx, x.dtype),
 
 
 def _is_zeros(tensor):
