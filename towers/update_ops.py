@@ -132,15 +132,17 @@ def _read(source):
 def _warn_of_unreached(tower):
     graph = tf.get_default_graph()
     variables = {v.op.name for v in tf.global_variables()} - {v.op.name for v in tf.trainable_variables()}
-    items = [item for key in graph.collections for item in graph.get_collection(key)]
-    items += [v.initializer for v in tf.global_variables() + tf.local_variables()] + tf.nest.flatten(tower.outputs)
+    initializers = {v.initializer for v in tf.global_variables() + tf.local_variables()}
+    items = [item for key in graph.collections for item in graph.get_collection(key)] + tf.nest.flatten(tower.outputs)
     reached = ancestors([i for i in items if isinstance(_op(i), tf.Operation) and _op(i).graph is graph])
-    lost = set()
+    writers = {}  # name of a variable -> the ops that write it
     for op in tower.ops:
         written = written_variable(op)
-        if written is not None and written.name in variables and op not in reached and not any(
+        if written is not None and written.name in variables and op not in initializers and not any(
                 tensor.op.type == "Placeholder" for tensor in op.inputs):  # an assignment of loaded weights
-            lost.add(written.name)
+            writers.setdefault(written.name, []).append(op)
+    # A Keras model calls its layers twice, once on placeholders: one of the two updates is enough.
+    lost = [name for name, ops in writers.items() if not reached.intersection(ops)]
     if lost:
         warnings.warn(
             "The model function makes ops that update %s, and nothing runs them: they are not in "
