@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 
-BENCHMARKS = ("layer", "train_step", "graph", "memory")
+BENCHMARKS = ("layer", "train_step", "conversion", "graph", "memory")
 
 
 def main(argv=None):

@@ -1,7 +1,7 @@
-"""One ResNet, written once over a few layers, so that every variant trains the very same network.
+"""ResNets, written once over a few layers, so that every variant trains the very same network.
 
-He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2015), section 4.2, for 32 x 32 images: depth 6n + 2,
-three stages of n blocks with 16, 32 and 64 channels, shortcuts without parameters.
+He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2015). Section 4.2, for 32 x 32 images: depth 6n + 2,
+three stages of n blocks with 16, 32 and 64 channels, shortcuts without parameters. Table 1: ResNet-50, of bottlenecks.
 """
 from typing import Callable, NamedTuple
 
@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 from benchmarks.unsynced import EPSILON, MOMENTUM, fused_batch_norm
 
-__all__ = ["IMAGE_SHAPE", "Layers", "NUM_CLASSES", "fused_layers", "model_fn", "resnet", "synced_layers"]
+__all__ = ["IMAGE_SHAPE", "Layers", "NUM_CLASSES", "fused_layers", "model_fn", "resnet", "resnet_50", "synced_layers"]
 
 IMAGE_SHAPE, NUM_CLASSES = (32, 32, 3), 10
 
@@ -22,7 +22,7 @@ class Layers(NamedTuple):
 
     Fields:
       each: function of (a function of tensors, *xs) that applies what has no variables.
-      conv: function of (x, channels, stride, name): a convolution 3 x 3 without bias.
+      conv: function of (x, channels, stride, name): a convolution 3 x 3 without bias. Those of plain tensors take a `size`.
       batch_norm: function of (x, name), with moving averages.
       dense: function of (x, units, name): a matrix product and a bias.
     """
@@ -66,6 +66,30 @@ def model_fn(layers, depth=20):
     return loss
 
 
+def resnet_50(layers):
+    """Returns a model function as `model_fn`, of a ResNet-50 for images of any size, of layers on plain tensors."""
+    def norm_relu(x, name):
+        return tf.nn.relu(layers.batch_norm(x, name))
+
+    def bottleneck(x, channels, stride, name):
+        shortcut = x
+        if x.shape.as_list()[-1] != 4 * channels:
+            shortcut = layers.batch_norm(layers.conv(x, 4 * channels, stride, name + "conv0", size=1), name + "bn0")
+        x = norm_relu(layers.conv(x, channels, 1, name + "conv1", size=1), name + "bn1")
+        x = norm_relu(layers.conv(x, channels, stride, name + "conv2"), name + "bn2")
+        return tf.nn.relu(layers.batch_norm(layers.conv(x, 4 * channels, 1, name + "conv3", size=1), name + "bn3") + shortcut)
+
+    def loss(images, labels):
+        x = norm_relu(layers.conv(images, 64, 2, "first", size=7), "first_bn")
+        x = tf.nn.max_pool2d(x, 3, 2, "SAME")
+        for stage, blocks in enumerate((3, 4, 6, 3)):
+            for block in range(blocks):
+                x = bottleneck(x, 64 << stage, 2 if stage and not block else 1, "stage%d_block%d/" % (stage, block))
+        logits = layers.dense(_mean_over_positions(x), NUM_CLASSES, "dense")
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+    return loss
+
+
 def synced_layers():
     """Returns plain layers on tensors, with `tf_syncbn.sync_batch_norm`."""
     return Layers(_each, _conv, _synced, _dense)
@@ -84,9 +108,9 @@ def _each(function, *xs):
     return function(*xs)
 
 
-def _conv(x, channels, stride, name):
+def _conv(x, channels, stride, name, size=3):
     with tf.variable_scope(name):
-        kernel = tf.get_variable("kernel", [3, 3, x.shape.as_list()[-1], channels],
+        kernel = tf.get_variable("kernel", [size, size, x.shape.as_list()[-1], channels],
                                  initializer=tf.variance_scaling_initializer(2.0, "fan_out"))
         return tf.nn.conv2d(x, kernel, strides=[1, stride, stride, 1], padding="SAME")
 

@@ -74,7 +74,7 @@ def _train_step(several):
     figure, panels = plt.subplots(1, len(several), figsize=(max(8, 5.2 * len(several)), 5.5), sharey=True, squeeze=False)
     for axes, result in zip(panels[0], several):
         rows = result["rows"]
-        peers = list(rows[0]["peers"])[1:]
+        ours, *peers = rows[0]["peers"]
         for i, row in enumerate(rows):
             medians, errors = _error_bars([row["peers"][peer]["ratio"] for peer in peers])
             x = np.arange(len(peers)) + 0.8 * ((i + 0.5) / len(rows) - 0.5)
@@ -82,13 +82,13 @@ def _train_step(several):
         for figure_of in result["targets"]:
             x = peers.index(figure_of["what"].split(" / ")[1])
             axes.plot([x - 0.4, x + 0.4], [figure_of["at_most"]] * 2, "k:", linewidth=1.5,
-                      label=None if x else "target at 4 towers")
+                      label=None if x else "target, %s towers" % figure_of["what"].split()[1])
         axes.axhline(1, color="0.4", linewidth=1)
         axes.set_xticks(range(len(peers)))
         axes.set_xticklabels([peer.replace(", ", ",\n") for peer in peers], rotation=30, ha="right", fontsize=8)
         axes.set_title(_lane(result), fontsize=10)
         axes.grid(axis="y", alpha=0.3)
-    panels[0][0].set_ylabel("time of a step, synced towers / peer (quartiles)")
+    panels[0][0].set_ylabel("time of a step, %s / peer (quartiles)" % ours)
     panels[0][0].legend(fontsize=8)
     return figure
 
@@ -128,10 +128,11 @@ def _memory(several):
     return figure
 
 
-_DRAWN_BY = {"layer": _layer, "train_step": _train_step, "graph": _graph, "memory": _memory}
+_DRAWN_BY = {"layer": _layer, "train_step": _train_step, "conversion": _train_step, "graph": _graph, "memory": _memory}
 _TITLES = {
     "layer": "sync_batch_norm on %(towers)d CPU towers",
     "train_step": "Training steps of %(network)s, %(batch_of_a_tower)d images a tower,",
+    "conversion": "Training steps of %(network)s, %(images)s, %(batch_of_a_tower)d images a tower,",
     "graph": "Graphs of a training step of %(network)s",
     "memory": "%(network)s on 2 towers, %(batch_of_a_tower)d images each,",
 }

@@ -134,6 +134,12 @@ def _train_step(result):
                     "\n\nMirroredStrategy runs Keras %s." % result["settings"]["keras"])
 
 
+def _conversion(result):
+    return _table(["towers", "variant", "ms a step", "converted towers / variant"], [
+        [row["towers"], name, _spread(peer["milliseconds"], 1), _spread(peer["ratio"])]
+        for row in result["rows"] for name, peer in row["peers"].items()])
+
+
 def _graph(result):
     rows = []
     for row in result["rows"]:
@@ -159,6 +165,7 @@ def _memory(result):
 _TABLES = {
     "layer": ("one layer on 2 CPU towers, synced / unsynced", _layer),
     "train_step": ("ResNet-20, a training step", _train_step),
+    "conversion": ("ResNet-50 of 64 x 64 images, a training step", _conversion),
     "graph": ("ResNet-20, the graph of a training step", _graph),
     "memory": ("ResNet-20, peak memory of 2 towers", _memory),
 }

@@ -10,8 +10,8 @@ import towers
 from benchmarks import lists, mirrored
 from benchmarks.networks import IMAGE_SHAPE, NUM_CLASSES, fused_layers, model_fn, synced_layers
 
-__all__ = ["LISTS_ONE_CALL", "LISTS_PER_TOWER", "MIRRORED", "ONE_TOWER", "SYNCED", "UNSYNCED", "make_batch", "make_variant",
-           "names"]
+__all__ = ["GraphVariant", "LISTS_ONE_CALL", "LISTS_PER_TOWER", "MIRRORED", "ONE_TOWER", "SYNCED", "UNSYNCED", "make_batch",
+           "make_variant", "names", "towers_step"]
 
 SYNCED, UNSYNCED, ONE_TOWER = "synced towers", "unsynced towers", "one tower, whole batch"
 LISTS_ONE_CALL, LISTS_PER_TOWER = "lists, one gradient call", "lists, a gradient call a tower"
@@ -44,40 +44,42 @@ def make_variant(name, num_towers, batch_size, depth):
             return lists.build_step(*batch, _optimizer(), name == LISTS_PER_TOWER, depth)
     else:
         def build(*batch):
-            return _towers_step(model_fn(synced_layers() if name == SYNCED else fused_layers(), depth), *batch)
-    return _GraphVariant(build, devices, batch_size)
+            return towers_step(model_fn(synced_layers() if name == SYNCED else fused_layers(), depth), *batch)
+    return GraphVariant(build, devices, batch_size)
 
 
-def make_batch(size, seed=0):
-    """Returns random images, float32 [size, 32, 32, 3], and labels, int32 [size]."""
+def make_batch(size, seed=0, image_shape=IMAGE_SHAPE):
+    """Returns random images, float32 [size] + image_shape, and labels, int32 [size]."""
     rng = np.random.RandomState(seed)
-    return rng.randn(size, *IMAGE_SHAPE).astype(np.float32), rng.randint(0, NUM_CLASSES, size).astype(np.int32)
+    return rng.randn(size, *image_shape).astype(np.float32), rng.randint(0, NUM_CLASSES, size).astype(np.int32)
 
 
 def _optimizer():
     return tf.train.MomentumOptimizer(_LEARNING_RATE, _MOMENTUM)
 
 
-def _towers_step(model, images, labels, devices):
+def towers_step(model, images, labels, devices):
+    """Builds towers on lists of their images and labels; returns the loss of the whole batch and the train op."""
     builder = towers.TowerBuilder(devices)
     replicas = builder.build(model, towers.PerTower(list(zip(images, labels))))
     return replicas.loss, towers.minimize(replicas, _optimizer(), update_ops="first")
 
 
-class _GraphVariant:
+class GraphVariant:
     """A training step in a graph and a session of its own.
 
     Args:
       build: function of (images, labels, devices), lists over towers, that returns the loss and the train op.
       devices: list of str.
       batch_size: int, of each tower.
+      image_shape: tuple of int.
     """
 
-    def __init__(self, build, devices, batch_size):
+    def __init__(self, build, devices, batch_size, image_shape=IMAGE_SHAPE):
         self._graph = tf.Graph()
         with self._graph.as_default():
             tf.set_random_seed(0)
-            self._images = _input_variables("images", tf.float32, (batch_size,) + IMAGE_SHAPE, devices)
+            self._images = _input_variables("images", tf.float32, (batch_size,) + image_shape, devices)
             self._labels = _input_variables("labels", tf.int32, (batch_size,), devices)
             fetches = build([v.read_value() for v in self._images], [v.read_value() for v in self._labels], devices)
             initialize = [tf.global_variables_initializer(), tf.local_variables_initializer()]

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import control_flow_now, control_flow_of, rewire, run_after
+from towers.exchange import branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|remove_all_control_inputs|set_device|set_attr|"
-                     r"get_control_flow_context)\b|tensorflow\.python|tensorflow_core")
+                     r"get_control_flow_context|original_op)\b|\.IsCondContext|tensorflow\.python|tensorflow_core")
 
 
 def test_update_input_changes_what_an_op_computes():
@@ -49,6 +49,34 @@ def test_control_flow_context_is_none_outside_and_seen_inside():
     graph = tf.get_default_graph()
     tf.cond(tf.placeholder(tf.bool, []), branch, branch)
     assert all(inside is not graph or flow is not None for inside, flow in seen)
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
+def test_the_branch_of_a_cond_and_its_predicate_are_known_one_level_deep():
+    predicate, made = tf.placeholder(tf.bool, []), {0: [], 1: []}
+
+    def branch(depth):
+        def build():
+            made[depth].append(tf.identity(1.0))
+            return tf.cond(predicate, branch(1), branch(1)) if depth == 0 else tf.constant(1.0)
+        return build
+
+    tf.cond(predicate, branch(0), branch(0))
+    assert branch_of(predicate.op) is None
+    found = [branch_of(tensor.op) for tensor in made[0]]
+    assert [number for _, number in found] == [1, 0]
+    assert all(of_branch is predicate or of_branch.op.inputs[0] is predicate for of_branch, _ in found)
+    assert [branch_of(tensor.op) for tensor in made[1]] == [None] * 4
+
+
+def test_ops_of_a_gradient_know_the_op_that_they_are_the_gradient_of():
+    x = tf.placeholder(tf.float32, [])
+    y = tf.sin(x)
+    before = set(tf.get_default_graph().get_operations())
+    tf.gradients(y * 2, x)
+    made = [op for op in tf.get_default_graph().get_operations() if op not in before]
+    assert forward_op_of(y.op) is None
+    assert any(op.type == "Cos" and forward_op_of(op) is y.op for op in made)
 
 
 def test_gradient_override_map_reaches_identity_n():

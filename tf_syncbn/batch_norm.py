@@ -6,12 +6,15 @@ import tensorflow.compat.v1 as tf
 from towers.exchange import tower_here
 from tf_syncbn.arguments import check_axis, check_mask, check_numbers, check_training
 from tf_syncbn.moments import accumulator
-from tf_syncbn.moving_averages import collect_updates, moving_average_steps, update_ops
+from tf_syncbn.moving_averages import AveragedLayer, collect_updates, moving_average_steps, remember_layer, update_ops
 from tf_syncbn.normalization import normalize
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 from tf_syncbn.whole_batch import Normalization, normalize_over_towers
 
 __all__ = ["sync_batch_norm"]
+
+# What the layer's variables average: moving_mean, moving_variance, and with renorm moving_stddev, renorm_mean, renorm_stddev.
+_AVERAGED = ("mean", "variance", "stddev", "mean", "stddev")
 
 
 def sync_batch_norm(
@@ -128,6 +131,8 @@ def sync_batch_norm(
         if updates_collections != () and (tower is None or tower.is_first):
             unbiased = _stores_unbiased(inputs, axis) if unbiased is None else bool(unbiased)
             updates = _updates(moving, whole, momentum, renorm_momentum, when, epsilon, unbiased, updates_collections, tower)
+            averages = dict(zip([v.op.name for v in moving], _AVERAGED))
+            remember_layer(AveragedLayer(scope.name, averages, unbiased and not renorm, epsilon, lambda: whole), tower)
             if updates_collections is None:
                 with tf.control_dependencies(updates):
                     y = tf.identity(y)

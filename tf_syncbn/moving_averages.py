@@ -1,14 +1,52 @@
-"""Moving averages of moments: how far they move, and the ops that move them once a step.
+"""Moving averages of moments: how far they move, the ops that move them once a step, and which layer has which.
 
-Which layer has which averages is not known here: a kernel says how far each variable moves, the ops subtract it.
+What a layer averages is not known here: a kernel says how far each variable moves, the ops subtract it.
 """
+from typing import Any, NamedTuple
+
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import written_variable
 from tf_syncbn.graph_function import call
 from tf_syncbn.moments import unpack
 
-__all__ = ["collect_updates", "moving_average_steps", "share_of_new", "steps_where_counted", "update_ops"]
+__all__ = ["AveragedLayer", "averaged_layers", "collect_updates", "moving_average_steps", "remember_layer", "share_of_new",
+           "steps_where_counted", "update_ops"]
+
+_LAYERS = "_tf_syncbn_averaged_layers"  # attribute of a graph, a list of (meetings of a build or None, AveragedLayer)
+
+
+class AveragedLayer(NamedTuple):
+    """A layer in training mode that has moving averages.
+
+    Fields:
+      scope: str, the layer's scope.
+      variables: dict from names of variables to what they average: "mean", "variance", or "stddev", the root of the variance
+        and `epsilon`.
+      unbiased: whether what averages the variance takes `variance n / max(n - 1, 1)`.
+      epsilon: float.
+      moments: a function without arguments that returns the tensor [2C + 1] of the moments of all towers, see
+        `tf_syncbn.moments.merge`.
+    """
+    scope: str
+    variables: dict
+    unbiased: bool
+    epsilon: float
+    moments: Any
+
+
+def remember_layer(layer, tower):
+    """Notes an `AveragedLayer` of the graph with the build of `tower`; None stands for 'outside of towers'."""
+    graph = tf.get_default_graph()
+    if not hasattr(graph, _LAYERS):
+        setattr(graph, _LAYERS, [])
+    getattr(graph, _LAYERS).append((None if tower is None else tower.meetings, layer))
+
+
+def averaged_layers(graph, tower):
+    """Returns the `AveragedLayer`s of the build that `tower` is of, in the order in which they were made."""
+    build = None if tower is None else tower.meetings
+    return [layer for of_build, layer in getattr(graph, _LAYERS, []) if of_build is build]
 
 
 def moving_average_steps(moments, momentum, training, moving_mean, moving_variance, *, keep, unbiased):

@@ -296,3 +296,19 @@ def rewire(op, index, tensor):
 def run_after(op, earlier):
     """Makes an op that exists already run after the ops `earlier`."""
     op._add_control_inputs(list(earlier))  # pylint: disable=protected-access
+
+
+def branch_of(op):
+    """Returns (predicate, number of the branch) of the tf.cond of control flow v1 that an op stands in, one level deep.
+
+    Returns None for an op outside of a tf.cond, in a tf.while_loop, or in a tf.cond within another one.
+    """
+    flow = control_flow_of(op)
+    if flow is None or not flow.IsCondContext() or flow.outer_context is not control_flow_now(op.graph):
+        return None
+    return flow.pred, flow.branch
+
+
+def forward_op_of(op):
+    """Returns the op whose gradient function made `op`, or None."""
+    return op._original_op  # pylint: disable=protected-access

@@ -4,6 +4,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.assignment import assign
 from towers.batch import PerTower
 from towers.builder import TowerBuilder
 from towers.gradients import average_gradients, compute_gradients
@@ -118,26 +119,12 @@ def _train(model_fn, parts, devices, initial, update_ops, steps, optimizer):
         variables = {variable.op.name: variable for variable in tf.global_variables()}
         with tf.Session(config=session_config(devices)) as session:
             session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
-            _assign(session, [(variables[name].initializer, value) for name, value in (initial or {}).items()])
+            assign(session, [(variables[name], value) for name, value in (initial or {}).items()])
             before = session.run(variables)
             ran = [session.run([replicas.loss, dense, train_op])[:2] for _ in range(steps)]
             after = session.run(variables)
     return _Trained(np.array([loss for loss, _ in ran]),
                     {name: np.array([gradients[name] for _, gradients in ran]) for name in dense}, before, after)
-
-
-def _assign(session, values):
-    """Gives variables, by their initializers, values; all at once, since a large graph takes long to prepare for each run."""
-    while values:
-        feeds, later = {}, []
-        for initializer, value in values:
-            if initializer.inputs[1].name in feeds:  # two variables with one initial value
-                later.append((initializer, value))
-            else:
-                feeds[initializer.inputs[1].name] = initializer, value
-        session.run([initializer for initializer, _ in feeds.values()],
-                    {name: value for name, (_, value) in feeds.items()})
-        values = later
 
 
 def _floor(train, batch, size, devices, one, smallest):

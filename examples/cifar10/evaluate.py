@@ -2,7 +2,8 @@
 
     python -m examples.cifar10.evaluate --data-dir DATA --train-dir runs/cifar10
 
-The model is the one that the training left in --train-dir; its depth is read there.
+The model is the one that the training left in --train-dir; its depth is read there. With --recalibrate K its moving averages
+are estimated anew before, and the checkpoint stays as it is.
 """
 import argparse
 import os
@@ -13,6 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import numpy as np  # noqa: E402
 import tensorflow.compat.v1 as tf  # noqa: E402
 
+import tf_syncbn  # noqa: E402
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
 from examples.cifar10.checkpoint import (  # noqa: E402
@@ -28,6 +30,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m examples.cifar10.evaluate", description=__doc__.split("\n\n")[0])
     add_data_arguments(parser)
     parser.add_argument("--batch-size", type=positive_int, default=500, help="of all towers together (default 500)")
+    parser.add_argument("--recalibrate", type=positive_int, metavar="K",
+                        help="estimate the moving averages anew, over K batches of training images")
     try:
         evaluate(parser.parse_args(argv))
         return 0
@@ -52,13 +56,36 @@ def evaluate(settings):
         model_fn = resnet(trained["depth"], trained["sync_bn"], trained["weight_decay"])
         correct = builder.build(model_fn, pipeline.batch, training=False).merged["correct"]
         check_checkpoint(checkpoint, tf.global_variables(), trained["depth"])
+        recalibrate = _recalibration(settings, dataset, builder, trained)
         with tf.Session(config=towers.session_config(builder.devices)) as session:
             restore(tf.train.Saver(), session, checkpoint)
+            recalibrate(session)
             pipeline.start(session)
             right = np.concatenate([session.run(correct) for _ in range(pipeline.steps_an_epoch)])
     accuracy = float(right.mean())
     print("Test accuracy %.2f %% on %s, %s" % (100 * accuracy, dataset.name, checkpoint))
     return accuracy
+
+
+def _recalibration(settings, dataset, builder, trained):
+    """Builds the training model on the same variables, and returns a function of a session that recalibrates it."""
+    if not settings.recalibrate:
+        return lambda session: None
+    pipeline = data.Pipeline(dataset.train, settings.batch_size, True)
+    if settings.recalibrate > pipeline.steps_an_epoch:
+        raise UsageError("--recalibrate %d asks for more batches than the training images have, %d of %d."
+                         % (settings.recalibrate, pipeline.steps_an_epoch, settings.batch_size))
+    with tf.variable_scope(tf.get_variable_scope(), reuse=True):
+        # Synced even if the training was not: the averages are those of the whole batch.
+        replicas = builder.build(resnet(trained["depth"], True, trained["weight_decay"]), pipeline.batch)
+
+    def recalibrate(session):
+        pipeline.start(session)
+        tf_syncbn.recalibrate(session, replicas, settings.recalibrate)
+        print("Moving averages recalibrated over %d batches of %d training images."
+              % (settings.recalibrate, settings.batch_size))
+
+    return recalibrate
 
 
 if __name__ == "__main__":

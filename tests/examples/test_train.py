@@ -68,6 +68,19 @@ def test_rerun_of_a_finished_training_changes_nothing_but_says_so(trained):
     assert (train_dir / "results.json").read_text() == results
 
 
+def test_evaluate_recalibrates_moving_averages_and_leaves_the_checkpoint(trained, capsys):
+    train_dir, _ = trained
+    before = {path.name: path.read_bytes() for path in train_dir.glob("model.ckpt*")}
+    arguments = ["--train-dir", str(train_dir), "--num-towers", "2", "--batch-size", "100"]
+    assert evaluate.main(arguments + ["--recalibrate", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "Moving averages recalibrated over 3 batches of 100 training images." in out
+    assert re.search(r"Test accuracy \d+\.\d\d % on generated images", out)
+    assert {path.name: path.read_bytes() for path in train_dir.glob("model.ckpt*")} == before
+    assert evaluate.main(arguments + ["--recalibrate", "100000"]) == 2
+    assert "--recalibrate 100000 asks for more batches than the training images have" in capsys.readouterr().err
+
+
 def test_evaluate_finds_the_accuracy_of_the_training(trained, capsys):
     train_dir, _ = trained
     assert evaluate.main(["--train-dir", str(train_dir), "--num-towers", "2"]) == 0

@@ -1,0 +1,67 @@
+"""A training step of a ResNet-50 on 64 x 64 images whose batch norms `convert_model` synced, against the same unconverted one.
+
+    python -m benchmarks.conversion --rounds 20
+
+Beside them stands the same network written with `sync_batch_norm`, to which the converted one has to be equal before
+anything is timed.
+"""
+import tf_syncbn
+from benchmarks import record, variants
+from benchmarks.command import parse, positive_int
+from benchmarks.interleave import paired_ratio, spread, take_turns
+from benchmarks.networks import fused_layers, resnet_50, synced_layers
+from benchmarks.variants import SYNCED, UNSYNCED
+
+__all__ = ["main"]
+
+CONVERTED = "converted towers"
+_IMAGE_SHAPE, _TARGET, _TOLERANCE = (64, 64, 3), 1.10, 1e-3
+
+
+def main(argv=None):
+    """Runs the command line and returns the path of the JSON that it wrote."""
+    settings = parse("Times training steps of a converted ResNet-50.", argv, 20, _add_arguments)
+    built = {name: _make(model_fn, settings) for name, model_fn in (
+        (CONVERTED, tf_syncbn.convert_model(resnet_50(fused_layers()))), (UNSYNCED, resnet_50(fused_layers())),
+        (SYNCED, resnet_50(synced_layers())))}
+    difference = _check_losses(built, settings.towers * settings.batch_size)
+    print("From the same weights, the losses of the converted network and of that with sync_batch_norm agree within %.1g."
+          % difference)
+    seconds = take_turns({name: variant.step for name, variant in built.items()}, settings.rounds, label="conversion")
+    peers = {name: {"milliseconds": spread(1e3 * seconds[name]), "ratio": paired_ratio(seconds, CONVERTED, name)}
+             for name in built}
+    described = {"network": "ResNet-50", "images": "64 x 64 x 3", "batch_of_a_tower": settings.batch_size,
+                 "rounds": settings.rounds, "optimizer": "momentum SGD"}
+    ratio = peers[UNSYNCED]["ratio"]
+    return record.write(settings.out, "conversion", described, [{"towers": settings.towers, "peers": peers,
+                                                                 "largest_difference_of_losses": difference}], [
+        record.target("conversion, %d converted towers / %s" % (settings.towers, UNSYNCED), ratio["median"], _TARGET,
+                      ratio["lower_quartile"], ratio["upper_quartile"])])
+
+
+def _add_arguments(parser):
+    parser.add_argument("--towers", type=positive_int, default=2, help="number of towers")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="images of each tower")
+
+
+def _make(model_fn, settings):
+    devices = ["/cpu:%d" % i for i in range(settings.towers)]
+    return variants.GraphVariant(lambda *batch: variants.towers_step(model_fn, *batch), devices, settings.batch_size,
+                                 _IMAGE_SHAPE)
+
+
+def _check_losses(built, size):
+    """Returns how far the losses of two steps are apart, relative, and refuses what trains another network."""
+    weights, batch = built[SYNCED].weights(), variants.make_batch(size, image_shape=_IMAGE_SHAPE)
+    losses = {}
+    for name, variant in built.items():
+        variant.load(weights, *batch)
+        losses[name] = variant.step()
+    difference = abs(losses[CONVERTED] / losses[SYNCED] - 1)
+    if not difference <= _TOLERANCE:
+        raise RuntimeError("The converted network does not train as that with sync_batch_norm: their losses are %s." % losses)
+    return difference
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,607 @@
+"""convert_model: what it finds, that what it makes of it trains as one tower on the whole batch, and what it refuses."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.support import build, cpus, has_tf_layers, run, session, train_by
+from towers.testing import assert_equals_one_batch
+
+IS_TF1 = tf.__version__.startswith("1.")
+SIZES = [1, 4, 2]
+
+
+def batch_of(shape, dtype=tf.float32, seed=0):
+    return (np.random.RandomState(seed).randn(*shape).astype(dtype.as_numpy_dtype),)
+
+
+def variables(channels, dtype, name):
+    """gamma, beta and the two moving averages of a layer written by hand."""
+    with tf.variable_scope(name, reuse=tf.AUTO_REUSE, auxiliary_name_scope=False):
+        makers = {"gamma": tf.ones_initializer(), "beta": tf.zeros_initializer()}
+        return ([tf.get_variable(n, [channels], dtype, i) for n, i in makers.items()]
+                + [tf.get_variable(n, [channels], dtype, i, trainable=False) for n, i in (
+                    ("moving_mean", tf.zeros_initializer()), ("moving_variance", tf.ones_initializer()))])
+
+
+def update(moving, moments):
+    return [tf.assign_sub(m, tf.cast(0.1, m.dtype.base_dtype) * (m - tf.cast(new, m.dtype.base_dtype)))
+            for m, new in zip(moving, moments)]
+
+
+def collect(moving, moments):
+    for op in update(moving, moments):
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, op)
+
+
+def fused(x, name, data_format="NHWC", collects=True, dtype=tf.float32):
+    gamma, beta, *moving = variables(x.shape[data_format.index("C")], dtype, name)
+    with tf.name_scope(name):
+        y, *moments = tf.nn.fused_batch_norm(x, gamma, beta, epsilon=1e-3, data_format=data_format)
+        if collects:
+            collect(moving, moments)
+    return y
+
+
+def by_moments(x, name, axis=-1, keep_dims=True):
+    """A layer written by hand, as Sonnet's is."""
+    dtype = tf.float64 if x.dtype == tf.float64 else tf.float32
+    gamma, beta, *moving = variables(x.shape[axis], dtype, name)
+    axes = [i for i in range(x.shape.rank) if i != axis % x.shape.rank]
+    with tf.name_scope(name):
+        moments = tf.nn.moments(x, axes, keep_dims=keep_dims)
+        shape = [-1 if i == axis % x.shape.rank else 1 for i in range(x.shape.rank)]
+        scale, offset = (tf.reshape(tf.cast(v, x.dtype), shape) for v in (gamma, beta))
+        y = tf.nn.batch_normalization(x, *[tf.reshape(m, shape) for m in moments], offset, scale, 1e-3)
+        collect(moving, [tf.reshape(m, [-1]) for m in moments])
+    return y
+
+
+def by_means(x, name):
+    """A layer of means and squares."""
+    gamma, beta, *moving = variables(x.shape[-1], x.dtype, name)
+    with tf.name_scope(name):
+        axes = list(range(x.shape.rank - 1))
+        mean = tf.reduce_mean(x, axes)
+        centred = x - mean
+        variance = tf.reduce_mean(tf.square(centred), axes)
+        collect(moving, [mean, variance])
+        return gamma * centred / tf.sqrt(variance + 1e-3) + beta
+
+
+def inline(x, name):
+    """A layer whose moving averages move before its output is there."""
+    gamma, beta, *moving = variables(x.shape[-1], tf.float32, name)
+    with tf.name_scope(name):
+        y, *moments = tf.nn.fused_batch_norm(x, gamma, beta, epsilon=1e-3)
+        with tf.control_dependencies(update(moving, moments)):
+            y = tf.identity(y)
+        with tf.control_dependencies([y]):
+            return tf.nn.relu(y)
+
+
+def model_of(layer, **kwargs):
+    """A model function of two layers; what feeds the second one depends on the whole batch through the first one."""
+    def model_fn(x):
+        scale = tf.get_variable("scale", [x.shape[-1]], x.dtype, tf.constant_initializer(1.3))
+        y = layer(x * scale, "bn1", **kwargs)
+        y = layer(tf.sin(2 * y) + x * x, "bn2", **kwargs)
+        return tf.reduce_mean(tf.cast(tf.square(tf.sin(y) - 0.3 * x), tf.float64 if x.dtype == tf.float64 else tf.float32))
+    return model_fn
+
+
+def assert_law(model_fn, batch, update_ops, kinds=None, **kwargs):
+    converted = tf_syncbn.convert_model(model_fn)
+    assert_equals_one_batch(converted, batch, num_towers=3, sizes=SIZES, update_ops=update_ops, **kwargs)
+    assert [layer.kind for layer in converted.converted] == (kinds or ["fused"] * 2)
+
+
+@pytest.mark.parametrize("update_ops", ["first", "all", "last"])
+def test_fused_layers_train_as_one_tower_does(update_ops):
+    assert_law(model_of(fused), batch_of([7, 5, 4, 3]), update_ops)
+
+
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+def test_fused_layers_with_channels_first_train_as_with_channels_last_in_one_tower(update_ops):
+    def channels_first(x, name):
+        if towers.current_tower().num_towers == 1:  # fused ops of CPU may lack the other layout
+            return fused(x, name)
+        return tf.transpose(fused(tf.transpose(x, [0, 3, 1, 2]), name, data_format="NCHW"), [0, 2, 3, 1])
+
+    assert_law(model_of(channels_first), batch_of([7, 5, 4, 3]), update_ops)
+
+
+@pytest.mark.skipif(IS_TF1, reason="TensorFlow 1 has no fused op for rank 5")
+def test_fused_layers_of_rank_5_train_as_one_tower_does():
+    def layer(x, name):
+        gamma, beta, *moving = variables(3, tf.float32, name)
+        y, *moments = tf.raw_ops.FusedBatchNormV3(
+            x=x, scale=gamma, offset=beta, mean=[], variance=[], epsilon=1e-3, data_format="NDHWC")[:3]
+        collect(moving, moments)
+        return y
+
+    assert_law(model_of(layer), batch_of([7, 2, 3, 4, 3]), "first")
+
+
+@pytest.mark.skipif(IS_TF1, reason="TensorFlow 1's fused op does not average")
+def test_fused_layers_that_average_themselves_train_as_one_tower_does():
+    def layer(x, name):
+        gamma, beta, *moving = variables(3, tf.float32, name)
+        y, *averages = tf.raw_ops.FusedBatchNormV3(
+            x=x, scale=gamma, offset=beta, mean=tf.identity(moving[0]), variance=tf.identity(moving[1]), epsilon=1e-3,
+            exponential_avg_factor=0.1)[:3]
+        for m, new in zip(moving, averages):
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(m, new))
+        return y
+
+    assert_law(model_of(layer), batch_of([7, 2, 3, 3]), "first")
+
+
+@pytest.mark.parametrize("version", ["FusedBatchNorm", "FusedBatchNormV2"])
+def test_earlier_versions_of_the_fused_op_train_as_one_tower_does(version):
+    def layer(x, name):
+        gamma, beta, *moving = variables(3, tf.float32, name)
+        y, *moments = getattr(tf.raw_ops, version)(x=x, scale=gamma, offset=beta, mean=[], variance=[], epsilon=1e-3)[:3]
+        collect(moving, moments)
+        return y
+
+    assert_law(model_of(layer), batch_of([7, 2, 3, 3]), "first")
+
+
+@pytest.mark.parametrize("layer, shape, axis", [
+    (by_moments, [7, 3], 1), (by_moments, [7, 4, 3], 2), (by_moments, [7, 4, 3], 1), (by_moments, [7, 2, 2, 3], 3),
+    (by_moments, [7, 3, 2, 3], 1), (by_moments, [7, 2, 3, 2, 3], 4), (by_moments, [7, 3, 3, 2, 3], 1)])
+@pytest.mark.parametrize("keep_dims", [True, False])
+def test_layers_of_moments_train_as_one_tower_does_in_float64(layer, shape, axis, keep_dims):
+    assert_law(model_of(layer, axis=axis, keep_dims=keep_dims), batch_of(shape, tf.float64), "first", ["moments"] * 2)
+
+
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+@pytest.mark.parametrize("shape", [[7, 3], [7, 2, 2, 3]])
+def test_layers_of_means_train_as_one_tower_does_in_float64(shape, update_ops):
+    assert_law(model_of(by_means), batch_of(shape, tf.float64), update_ops, ["moments"] * 2)
+
+
+@pytest.mark.parametrize("layer, kinds", [(fused, ["fused"] * 2), (by_moments, ["moments"] * 2)])
+def test_layers_of_float16_are_normalized_by_moments_of_all_towers(layer, kinds):
+    x, = batch_of([7, 3, 2, 4])
+    x = x.astype(np.float16)
+    converted = tf_syncbn.convert_model(lambda x: layer(x, "bn"))
+    y = build(converted, towers.PerTower([(x[:2],), (x[2:],)])).merged
+    wide = x.astype(np.float64)
+    wanted = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3)
+    assert y.dtype == tf.float16 and converted.converted[0].kind == kinds[0]
+    assert np.abs(run(y) - wanted).max() < 1e-2
+
+
+@pytest.mark.parametrize("update_ops", ["first", "all", "none"])
+def test_inline_updates_move_once_a_step(update_ops):
+    assert_law(model_of(inline), batch_of([7, 5, 4, 3]), update_ops)
+
+
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+def test_updates_that_are_grouped_move_once_a_step(update_ops):
+    def layer(x, name):
+        gamma, beta, *moving = variables(x.shape[-1], tf.float32, name)
+        y, *moments = tf.nn.fused_batch_norm(x, gamma, beta, epsilon=1e-3)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.group(*update(moving, moments)))
+        return y
+
+    assert_law(model_of(layer), batch_of([7, 5, 4, 3]), update_ops)
+
+
+def test_layers_whose_batch_is_unknown_are_converted():
+    x, = batch_of([7, 5, 4, 3])
+
+    def model_fn(x):
+        return fused(x, "bn")
+
+    given = tf.placeholder(tf.float32, [None, None, None, 3])
+    y = build(tf_syncbn.convert_model(model_fn), (given,)).merged
+    wide = x.astype(np.float64)
+    wanted = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3)
+    np.testing.assert_allclose(run(y, {given: x}), wanted, atol=1e-5)
+
+
+def test_second_derivatives_of_moments_are_those_of_one_tower():
+    x, = batch_of([7, 3], tf.float64)
+    results = []
+    # One tower's authority takes no tf.nn.moments: that stops the gradient of the mean in the variance, so TensorFlow's own
+    # second derivatives are wrong.
+    for layer, parts in ((by_means, [x]), (by_moments, [x[:2], x[2:]]), (by_means, [x[:2], x[2:]])):
+        with tf.Graph().as_default():
+            model_fn = tf_syncbn.convert_model(model_of(layer))
+            replicas = build(model_fn, towers.PerTower([(part,) for part in parts]), len(parts))
+            of = tf.trainable_variables()
+            first = tf.gradients(replicas.loss, of)
+            second = tf.gradients(tf.add_n([tf.reduce_sum(tf.sin(g)) for g in first]), of)
+            results.append(run([first, second]))
+    for one, *several in zip(*map(tf.nest.flatten, results)):
+        for found in several:
+            np.testing.assert_allclose(found, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
+@pytest.mark.parametrize("kwargs, shape, kind", [
+    ({}, [7, 5, 4, 3], "fused"), ({"fused": False}, [7, 5, 4, 3], "moments"), ({}, [7, 3], "moments"),
+    ({"fused": False, "axis": 1}, [7, 3, 5, 3], "moments"), ({"fused": False, "renorm": True}, [7, 5, 4, 3], "moments"),
+    ({"center": False, "scale": False}, [7, 5, 4, 3], "fused")])
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+def test_tf_layers_train_as_one_tower_does(kwargs, shape, kind, update_ops):
+    def layer(x, name):
+        return tf.layers.batch_normalization(x, training=True, momentum=0.9, name=name, **kwargs)
+
+    if kwargs.get("renorm"):
+        # tf.layers updates its renorm averages by values that the output waits for.
+        kwargs = dict(kwargs, renorm_momentum=0.8)
+    assert_law(model_of(layer), batch_of(shape), update_ops, [kind] * 2)
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
+def test_tf_layers_whose_mode_is_fed_train_as_one_tower_does_and_freeze(request):
+    def model_fn(x):
+        training = tf.placeholder_with_default(mode, [], name="training")
+        x *= tf.get_variable("scale", [3], tf.float32, tf.constant_initializer(1.3))
+        y = tf.layers.batch_normalization(x, training=training, momentum=0.9, name="bn")
+        return tf.reduce_mean(tf.square(tf.sin(y) - 0.3 * x))
+
+    for mode in (True, False):
+        converted = tf_syncbn.convert_model(model_fn)
+        if tf.control_flow_v2_enabled():
+            with pytest.raises(ValueError, match="'bn/cond.*' contains a batch norm in training mode"):
+                build(converted, batch_of([7, 5, 4, 3]))
+            return
+        assert_equals_one_batch(converted, batch_of([7, 5, 4, 3]), num_towers=3, sizes=SIZES)
+        assert [layer.kind for layer in converted.converted] == ["fused in tf.cond"]
+
+
+@pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
+@pytest.mark.parametrize("kwargs, shape, kind", [
+    ({}, [7, 5, 4, 3], "fused"), ({"fused": False}, [7, 5, 4, 3], "moments"), ({}, [7, 3], "fused"),
+    ({"updates_collections": None}, [7, 5, 4, 3], "fused"),
+    ({"updates_collections": None, "fused": False}, [7, 5, 4, 3], "moments"),
+    ({"zero_debias_moving_mean": True}, [7, 5, 4, 3], "fused")])
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+def test_contrib_layers_train_as_one_tower_does(kwargs, shape, kind, update_ops):
+    def layer(x, name):
+        from tensorflow.contrib import layers
+        return layers.batch_norm(x, decay=0.9, is_training=True, scope=name, **kwargs)
+
+    assert_law(model_of(layer), batch_of(shape), update_ops, [kind] * 2)
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no Keras 2")
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+def test_keras_layers_train_as_one_tower_does(update_ops):
+    def layer(x, name):
+        made = tf.keras.layers.BatchNormalization(momentum=0.9, name=name)
+        y = made(x, training=True)
+        for op in made.updates:
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, op)
+        return y
+
+    assert_law(model_of(layer), batch_of([7, 5, 4, 3]), update_ops)
+
+
+def test_variables_collections_and_their_order_stay_as_they_are():
+    def state(model_fn):
+        with tf.Graph().as_default() as graph:
+            replicas = build(model_fn, batch_of([7, 5, 4, 3]))
+            names = {key: [v.name for v in graph.get_collection(key)] for key in
+                     (tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.TRAINABLE_VARIABLES, tf.GraphKeys.MODEL_VARIABLES)}
+            return names, [v.initializer.inputs[1].op.type for v in tf.global_variables()], [
+                op.name for op in towers.collect_update_ops(replicas, "first")]
+
+    assert state(model_of(fused)) == state(tf_syncbn.convert_model(model_of(fused)))
+
+
+def test_no_batch_norm_of_one_tower_is_left_in_what_is_run():
+    for layer in (fused, by_moments):
+        with tf.Graph().as_default():
+            replicas = build(tf_syncbn.convert_model(model_of(layer)), batch_of([7, 5, 4, 3]))
+            graph_def = tf.graph_util.extract_sub_graph(tf.get_default_graph().as_graph_def(), [replicas.loss.op.name])
+            ops = [node.op for node in graph_def.node]
+            assert not [op for op in ops if op.startswith("FusedBatchNorm")] and "SquaredDifference" not in ops
+
+
+def test_outputs_and_collections_hold_the_synced_output():
+    def model_fn(x):
+        y = fused(x, "bn")
+        tf.add_to_collection("endpoints", y)
+        return {"loss": tf.reduce_mean(tf.square(y - 1)), "y": y, "name": "a string", "nothing": None}
+
+    x, = batch_of([7, 5, 4, 3])
+    replicas = build(tf_syncbn.convert_model(model_fn), towers.PerTower([(x[:3],), (x[3:],)]))
+    outputs, collected = run([[tower.outputs["y"] for tower in replicas], tf.get_collection("endpoints")])
+    wide = x.astype(np.float64)
+    wanted = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3)
+    for found in (outputs, collected):
+        np.testing.assert_allclose(np.concatenate(found), wanted, atol=1e-5)
+
+
+def test_a_layer_applied_twice_is_converted_twice():
+    def model_fn(x):
+        x *= tf.get_variable("scale", [3], tf.float64, tf.constant_initializer(1.3))
+        return tf.reduce_mean(tf.square(by_means(tf.sin(by_means(x, "bn")), "bn") - x))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    # Which of two updates of one average comes first is chance in one tower too.
+    assert_equals_one_batch(converted, batch_of([7, 3], tf.float64), num_towers=3, sizes=SIZES, update_ops="none")
+    assert [layer.scope for layer in converted.converted] == ["bn", "bn_1"]
+
+
+def test_converted_layers_are_listed_and_logged(monkeypatch):
+    logged = []
+    monkeypatch.setattr(tf.logging, "info", lambda message, *args: logged.append(message % args))
+    model_fn = tf_syncbn.convert_model(model_of(fused))
+    assert model_fn.converted == [] and model_fn.__name__ == "model_fn"
+    build(model_fn, batch_of([8, 5, 4, 3]))
+    assert [(layer.scope, layer.shape.as_list(), layer.kind) for layer in model_fn.converted] == [
+        ("bn1", [4, 5, 4, 3], "fused"), ("bn2", [4, 5, 4, 3], "fused")]
+    text, = logged
+    assert text.startswith("convert_model: 2 of 2 batch norms are synced over towers:\n  bn1 (4, 5, 4, 3) (fused)\n  bn2 ")
+
+
+@pytest.mark.parametrize("only", ["bn2$", lambda scope: scope == "bn2"])
+def test_only_chooses_layers_by_scope(only):
+    x, = batch_of([7, 5, 4, 3])
+
+    def model_fn(x):
+        return [fused(x, "bn1"), fused(x, "bn2")]
+
+    converted = tf_syncbn.convert_model(model_fn, only=only)
+    replicas = build(converted, towers.PerTower([(x[:3],), (x[3:],)]))
+    assert [layer.scope for layer in converted.converted] == ["bn2"]
+    local, synced = run(replicas.merged)
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(synced, (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3), atol=1e-5)
+    part = wide[:3]
+    np.testing.assert_allclose(local[:3], (part - part.mean((0, 1, 2))) / np.sqrt(part.var((0, 1, 2)) + 1e-3), atol=1e-5)
+
+
+def test_only_that_chooses_nothing_is_an_error():
+    with pytest.raises(ValueError, match="`only` chooses none of the model's batch norms, whose scopes are 'bn1', 'bn2'"):
+        build(tf_syncbn.convert_model(model_of(fused), only="resnet"), batch_of([7, 5, 4, 3]))
+
+
+def test_nothing_to_convert_is_an_error():
+    with pytest.raises(ValueError, match="convert_model found no batch norm in training mode in what the model function "
+                                         "returned. Is `training` True"):
+        build(tf_syncbn.convert_model(lambda x: tf.reduce_mean(x)), batch_of([7, 5, 4, 3]))
+
+
+def in_inference_mode(x, name="bn"):
+    gamma, beta, mean, variance = variables(3, tf.float32, name)
+    return tf.nn.fused_batch_norm(x, gamma, beta, mean, variance, 1e-3, is_training=False)[0]
+
+
+def test_inference_mode_alone_is_an_error_where_towers_train():
+    with pytest.raises(ValueError, match="no batch norm in training mode.*and 1 fused ones in inference mode"):
+        build(tf_syncbn.convert_model(in_inference_mode), batch_of([7, 5, 4, 3]))
+
+
+def test_a_model_that_is_evaluated_has_nothing_to_convert():
+    converted = tf_syncbn.convert_model(in_inference_mode)
+    build(converted, batch_of([7, 5, 4, 3]), training=False)
+    assert converted.converted == []
+
+
+def test_batch_norms_that_nothing_needs_are_left_alone():
+    def model_fn(x):
+        fused(tf.placeholder(tf.float32, [None, 4, 4, 3]), "unused", collects=False)
+        return tf.reduce_mean(fused(x, "bn"))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    build(converted, batch_of([7, 5, 4, 3]))
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+@pytest.mark.parametrize("layer", [fused, by_moments])
+def test_gradients_taken_inside_the_model_function_are_an_error(layer):
+    def model_fn(x):
+        y = layer(x, "block/bn")
+        return tf.reduce_mean(tf.square(tf.gradients(tf.reduce_sum(tf.sin(y)), x)[0]))
+
+    with pytest.raises(ValueError, match="itself takes gradients through the batch norm 'block/bn'.*leave it out by `only`"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+def test_gradients_beside_the_batch_norms_are_none_of_its_concern():
+    def model_fn(x):
+        slope, = tf.gradients(tf.reduce_sum(tf.sin(x)), x)
+        return tf.reduce_mean(fused(x, "bn") * slope)
+
+    build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+def test_a_batch_norm_in_a_while_loop_is_refused_by_name():
+    def model_fn(x):
+        return tf.reduce_mean(tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, fused(y, "bn", collects=False)),
+                                            (0, x))[1])
+
+    with pytest.raises(ValueError, match="convert_model.*'(while/bn|while)'.*(inside a tf.cond or|contains a batch norm in)"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+@pytest.mark.parametrize("layer", [fused, by_moments])
+def test_a_branch_that_holds_more_than_a_batch_norm_is_refused_by_name(layer):
+    def model_fn(x):
+        predicate = tf.placeholder_with_default(True, [])
+        variables(3, tf.float32, "bn")
+        return tf.reduce_mean(tf.cond(predicate, lambda: tf.nn.relu(tf.nn.fused_batch_norm(x, *variables(
+            3, tf.float32, "bn")[:2])[0]) if layer is fused else by_moments(x, "bn"), lambda: x))
+
+    with pytest.raises(ValueError, match="convert_model.*'cond.*(inside a tf.cond or tf.while_loop|contains a batch norm)"
+                       if layer is fused or not tf.control_flow_v2_enabled() else "no batch norm in training mode"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+def test_a_batch_norm_in_a_function_is_refused_by_name():
+    @tf.function(autograph=False)
+    def block(x):
+        return tf.nn.fused_batch_norm(x, tf.ones([3]), tf.zeros([3]))[0]
+
+    with pytest.raises(ValueError, match="PartitionedCall.*contains a batch norm in training mode.*without tf.function"):
+        build(tf_syncbn.convert_model(lambda x: tf.reduce_mean(block(x) + fused(x, "bn"))), batch_of([7, 5, 4, 3]))
+
+
+def test_an_inline_update_in_a_branch_is_refused_by_name():
+    if tf.control_flow_v2_enabled():
+        pytest.skip("an inline update in a branch of control flow 2 is not seen: its layer's towers still agree")
+
+    def model_fn(x):
+        gamma, beta, *moving = variables(3, tf.float32, "bn")
+        y, *moments = tf.nn.fused_batch_norm(x, gamma, beta)
+
+        def updated():
+            with tf.control_dependencies(update(moving, moments)):
+                return tf.identity(y)
+
+        return tf.reduce_mean(tf.cond(tf.placeholder_with_default(True, []), updated, lambda: y))
+
+    with pytest.raises(ValueError, match="convert_model: the batch norm at 'cond/.*' updates its moving averages inline, inside"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+def test_an_unknown_number_of_channels_is_refused_by_name():
+    def model_fn(x):
+        mean, variance = tf.nn.moments(x, [0])
+        return tf.reduce_mean((x - mean) * tf.rsqrt(variance + 1e-3))
+
+    with pytest.raises(ValueError, match="can't sync the batch norm 'moments/variance': the number of its channels is unknown"):
+        build(tf_syncbn.convert_model(model_fn), (tf.placeholder(tf.float32, [7, None]),))
+
+
+@pytest.mark.parametrize("moments", [
+    lambda x: tf.nn.weighted_moments(x, [0, 1, 2], tf.ones([tf.shape(x)[0], 1, 1, 1])),
+    lambda x: (tf.reduce_mean(x, [0, 1, 2]),
+               tf.reduce_mean(tf.square(x), [0, 1, 2]) - tf.square(tf.reduce_mean(x, [0, 1, 2])))])
+def test_normalization_of_an_unknown_kind_stays_local_with_a_warning(moments):
+    def model_fn(x):
+        with tf.name_scope("mine"):
+            mean, variance = moments(x)
+            y = tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+        return tf.reduce_mean(fused(y, "bn"))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    with pytest.warns(UserWarning, match="what looks like a batch norm is of no kind that it knows.*: 'mine'. Take a layer's own"):
+        build(converted, batch_of([7, 5, 4, 3]))
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+@pytest.mark.skipif(not has_tf_layers() or IS_TF1, reason="this Keras has no synchronized=True")
+def test_a_layer_that_synchronizes_itself_is_named_or_converted():
+    def model_fn(x):
+        layer = tf.keras.layers.BatchNormalization(synchronized=True, name="keras_bn")
+        return tf.reduce_mean(layer(x, training=True))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    if tf.control_flow_v2_enabled():  # then it sums x and its squares
+        with pytest.raises(ValueError, match="no batch norm of a kind that it knows; what looks like one is 'keras_bn'. Take"):
+            build(converted, batch_of([7, 5, 4, 3]))
+    else:
+        build(converted, batch_of([7, 5, 4, 3]))
+        assert [layer.scope for layer in converted.converted] == ["keras_bn"]
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
+def test_layers_with_default_names_keep_them():
+    def model_fn(x):
+        with tf.name_scope("block"):
+            x = tf.layers.batch_normalization(x, training=True)
+        return tf.reduce_mean(tf.layers.batch_normalization(x, training=True, fused=False))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    build(converted, batch_of([7, 5, 4, 3]))
+    first, second = [layer.scope for layer in converted.converted]
+    assert first == "block/batch_normalization" and second in ("batch_normalization", "batch_normalization_1")
+
+
+def test_other_normalization_stays_as_it_is_without_a_warning():
+    def model_fn(x):
+        kernel = tf.get_variable("kernel", [3, 3, 3, 4])
+        mean, variance = tf.nn.moments(kernel, [0, 1, 2])  # standardized weights
+        x = tf.nn.conv2d(x, (kernel - mean) * tf.rsqrt(variance + 1e-3), [1, 1, 1, 1], "SAME")
+        for axes in ([1, 2], [1, 2, 3], [3]):
+            mean, variance = tf.nn.moments(x, axes, keep_dims=True)
+            x = tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+        mean, _ = tf.nn.moments(x, [0, 1, 2])  # of the batch, but nothing is divided by it
+        return tf.reduce_mean(fused(tf.nn.l2_normalize(x, 3) + mean, "bn"))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(converted, batch_of([7, 5, 4, 3]))
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_outside_of_towers_and_in_one_tower_the_model_stays_as_it_is(outside):
+    def graph_def(model_fn):
+        with tf.Graph().as_default() as graph:
+            x = tf.constant(batch_of([7, 5, 4, 3])[0])
+            if outside:
+                model_fn(x)
+            else:
+                build(model_fn, (x,), 1)
+            return graph.as_graph_def()
+
+    assert graph_def(model_of(fused)) == graph_def(tf_syncbn.convert_model(model_of(fused)))
+
+
+def test_towers_that_differ_in_batch_norms_are_named():
+    def model_fn(x):
+        y = fused(x, "bn1")
+        return tf.reduce_mean(y if towers.current_tower().is_first else fused(y, "bn1"))
+
+    with pytest.raises(towers.TowerMismatchError, match="Tower 1 has 2 batch norms to convert and tower 0 has 1"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="model_fn has to be a model function, not 3"):
+        tf_syncbn.convert_model(3)
+
+
+def test_a_checkpoint_moves_between_the_converted_and_the_unconverted_model(tmp_path):
+    path = str(tmp_path / "model")
+    optimizer = tf.train.MomentumOptimizer(0.1, 0.9)
+    models = [tf_syncbn.convert_model(model_of(fused)), model_of(fused)]
+    saved = None
+    for model_fn in (models[0], models[1], models[0]):
+        with tf.Graph().as_default():
+            replicas = build(model_fn, batch_of([7, 5, 4, 3]))
+            train_op = towers.minimize(replicas, optimizer)
+            names = {v.op.name: v for v in tf.global_variables()}
+            with session() as made:
+                if saved is not None:
+                    tf.train.Saver().restore(made, path)
+                    found = made.run(names)
+                    assert set(found) == set(saved)
+                    assert all(np.array_equal(found[name], saved[name]) for name in saved)
+                made.run(train_op)
+                saved = made.run(names)
+                tf.train.Saver().save(made, path)
+
+
+def test_a_model_is_converted_anew_in_each_build():
+    converted = tf_syncbn.convert_model(model_of(fused))
+    for num_towers in (2, 3):
+        with tf.Graph().as_default():
+            replicas = build(converted, batch_of([7, 5, 4, 3]), num_towers)
+            loss, _, _ = train_by(towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1)), replicas.loss, 2)
+            assert np.isfinite(loss).all() and len(converted.converted) == 2
+
+
+def test_devices_of_layers_are_kept():
+    def model_fn(x):
+        with tf.device("/cpu:5"):
+            return tf.reduce_mean(fused(x, "bn"))
+
+    build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+    made = [op for op in tf.get_default_graph().get_operations() if op.name.startswith("tower_1/bn/sync_batch_norm")]
+    assert made and all(op.device.lower().endswith("cpu:5") for op in made)
+    assert cpus(6)[-1] == "/cpu:5"

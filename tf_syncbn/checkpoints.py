@@ -1,0 +1,232 @@
+"""Checkpoints of tf.layers, slim and tensorpack, each restored into models of any other.
+
+    python -m tf_syncbn.checkpoints list IN
+    python -m tf_syncbn.checkpoints convert IN OUT --to slim --scope '/bn$=/BatchNorm'
+
+Names alone are changed, as `tf_syncbn.variable_names` maps them. Values, shapes and layouts, which are alike in all three,
+never change, and no file is ever written over.
+"""
+import argparse
+import os
+import re
+import sys
+from typing import NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from tf_syncbn.variable_names import DIALECTS, invert, lines, move, recognize, rename, spell
+
+__all__ = ["assignment_map", "convert", "rename"]
+
+_FILE_ENDING = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
+
+
+class _Checkpoint(NamedTuple):
+    prefix: str
+    shapes: dict
+    dtypes: dict
+
+
+def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False):
+    """Returns which name in a checkpoint each variable takes, whatever dialects the two speak.
+
+        tf.train.init_from_checkpoint(path, assignment_map(path))             # initial values, or
+        tf.train.Saver(assignment_map(path)).restore(session, path)
+
+    Builds nothing. What the checkpoint has and no variable takes is listed by `tf.logging.info`. contrib's batch norm has no
+    `gamma` by default: with `ignore_missing` a layer's own stays at its initial one.
+
+    Args:
+      checkpoint: str, a checkpoint's prefix, or a directory, whose latest checkpoint is taken.
+      variables: list of variables; None is all global ones, optimizer slots included.
+      scopes: dict {regular expression: replacement}, applied in order by `re.sub` to the scope (what is before the last
+        name) of each of the checkpoint's names.
+      ignore_missing: whether variables that the checkpoint lacks are left out, and listed by `tf.logging.info`.
+
+    Returns:
+      A dict {name in the checkpoint: variable}.
+
+    Raises:
+      ValueError: listing the variables that the checkpoint lacks, all of them with `ignore_missing`; for a name of another
+        shape or dtype than its variable; for a variable that may take several names, and a name that several may take; for
+        a pattern that matches no scope; for a checkpoint that can't be read.
+    """
+    checkpoint = _read(checkpoint)
+    variables = tf.global_variables() if variables is None else list(variables)
+    found = _match(checkpoint, variables, scopes)
+    missing = [v.op.name for v in variables if v.op.name not in found]
+    left = sorted(set(checkpoint.shapes) - set(found.values()))
+    if missing and not (ignore_missing and found):
+        raise ValueError(
+            "The checkpoint %r lacks %d of %d variables:%s\nIn it, no variable takes:%s\nGive `scopes` where layers have other "
+            "scopes in it, and `variables` or `ignore_missing=True` where it need not have all of them."
+            % (checkpoint.prefix, len(missing), len(variables), lines(missing), lines(left) or " nothing is left."))
+    _check_values(checkpoint, variables, found)
+    tf.logging.info("Of the checkpoint %r no variable takes:%s", checkpoint.prefix, lines(left) or " nothing is left.")
+    if missing:
+        tf.logging.info("The checkpoint %r lacks, and they keep their initializers:%s", checkpoint.prefix, lines(missing))
+    return {found[v.op.name]: v for v in variables if v.op.name in found}
+
+
+def convert(in_path, out_path, to, scopes=None):
+    """Writes a checkpoint with the names of another dialect and the same values, bit for bit.
+
+    TensorFlow's own ops read and write it, every dtype included, and its index appears when all else is written. The file
+    `checkpoint` that names a directory's latest one is not touched.
+
+    Args:
+      in_path: str, a checkpoint's prefix, of either format, or a directory, whose latest checkpoint is taken.
+      out_path: str, the new checkpoint's prefix, in an existing directory.
+      to: "layers", "slim" or "tensorpack".
+      scopes: see `rename`.
+
+    Returns:
+      A dict {name: new name}.
+
+    Raises:
+      ValueError: where `out_path` is `in_path`, exists, or is in no directory; for a checkpoint that can't be read; and as
+        `rename`.
+      tf.errors.OpError: where TensorFlow fails to read or write the values (a truncated file, a full disk).
+    """
+    checkpoint, out_path = _read(in_path), os.fspath(out_path)
+    _refuse_to_overwrite(checkpoint.prefix, out_path)
+    new_names = rename(checkpoint.shapes, to, scopes)
+    names = sorted(new_names)
+    slices = [""] * len(names)
+    with tf.Graph().as_default(), tf.device("/cpu:0"):
+        values = tf.raw_ops.RestoreV2(prefix=checkpoint.prefix, tensor_names=names, shape_and_slices=slices,
+                                      dtypes=[checkpoint.dtypes[name] for name in names])
+        write = tf.raw_ops.SaveV2(prefix=out_path, tensor_names=[new_names[name] for name in names],
+                                  shape_and_slices=slices, tensors=values)
+        with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
+            session.run(write)
+    return new_names
+
+
+def _match(checkpoint, variables, scopes):
+    """Returns {name of a variable: name in the checkpoint}: the variable's own name if it is there, else one that means it."""
+    there = move(recognize(checkpoint.shapes), scopes)
+    here = recognize(v.op.name for v in variables + tf.global_variables())
+    found = {}
+    for to in ("layers", None):  # in one dialect first, then as they are, which outweighs it
+        spelled = invert({name: spell(parts, to) for name, parts in there.items()})
+        wanted = {v.op.name: spell(here[v.op.name], to) for v in variables}
+        found.update((variable, spelled[name]) for variable, name in wanted.items() if name in spelled)
+    for variable, names in found.items():
+        if len(names) > 1:
+            raise ValueError("The variable %r may take several names in the checkpoint %r: %s."
+                             % (variable, checkpoint.prefix, ", ".join(names)))
+    found = {variable: name for variable, (name,) in found.items()}
+    for name, takers in invert(found).items():
+        if len(takers) > 1:
+            raise ValueError("Several variables may take %r in the checkpoint %r: %s."
+                             % (name, checkpoint.prefix, ", ".join(takers)))
+    return found
+
+
+def _check_values(checkpoint, variables, found):
+    wrong = []
+    for variable, name in ((v, found[v.op.name]) for v in variables if v.op.name in found):
+        shape, dtype = checkpoint.shapes[name], checkpoint.dtypes[name]
+        if not variable.shape.is_compatible_with(shape) or variable.dtype.base_dtype != dtype:
+            wrong.append("%s is %s %s, and %s in the checkpoint is %s %s" % (
+                variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype.name, name, shape, dtype.name))
+    if wrong:
+        raise ValueError("Variables differ from the checkpoint %r:%s\nGive the others as `variables`."
+                         % (checkpoint.prefix, lines(wrong)))
+
+
+def _read(path):
+    """Returns what a checkpoint holds."""
+    prefix = os.fspath(path)
+    if tf.io.gfile.exists(_FILE_ENDING.sub("", prefix) + ".index"):
+        prefix = _FILE_ENDING.sub("", prefix)
+    elif tf.io.gfile.isdir(prefix):
+        prefix = tf.train.latest_checkpoint(prefix)
+        if prefix is None:
+            raise ValueError("The directory %r holds no checkpoint." % path)
+    elif not tf.io.gfile.exists(prefix):
+        raise ValueError("There is no checkpoint %r." % path)
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+    except (tf.errors.OpError, ValueError) as error:
+        raise ValueError("%r can't be read as a checkpoint: %s" % (prefix, str(error).split("\n")[0]))
+    shapes = reader.get_variable_to_shape_map()
+    if any(name.endswith("/.ATTRIBUTES/VARIABLE_VALUE") for name in shapes):
+        raise ValueError("%r was saved by tf.train.Checkpoint, whose names are paths of objects. Restore it as it was saved, "
+                         "and save the variables by tf.train.Saver." % prefix)
+    return _Checkpoint(prefix, shapes, {name: tf.as_dtype(d) for name, d in reader.get_variable_to_dtype_map().items()})
+
+
+def _refuse_to_overwrite(in_prefix, out_path):
+    if os.path.realpath(out_path) == os.path.realpath(in_prefix):
+        raise ValueError("The new checkpoint %r would be the old one, which is never written over." % out_path)
+    for path in (out_path, out_path + ".index", out_path + ".data-00000-of-00001"):
+        if os.path.lexists(path) or tf.io.gfile.exists(path):
+            raise ValueError("%r exists, and nothing is written over." % path)
+    if not tf.io.gfile.isdir(os.path.dirname(out_path) or "."):
+        raise ValueError("There is no directory %r to write to." % os.path.dirname(out_path))
+
+
+def _print_list(in_path):
+    checkpoint = _read(in_path)
+    recognized = recognize(checkpoint.shapes)
+    rows = [("NAME", "SHAPE", "DTYPE", "RECOGNIZED AS")]
+    for name, parts in recognized.items():
+        spoken = " (%s)" % ", ".join(parts.dialects) if len(parts.dialects) < len(DIALECTS) else ""
+        rows.append((name, str(checkpoint.shapes[name]), checkpoint.dtypes[name].name, (
+            parts.kind + spoken if parts.kind else "unknown") + (", its " + parts.slot[1:] if parts.slot else "")))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    print("%d names, %d of them unknown." % (len(recognized), sum(p.kind is None for p in recognized.values())))
+
+
+def _print_conversion(in_path, out_path, to, scopes):
+    new_names = convert(in_path, out_path, to, scopes)
+    changed = ["%s -> %s" % (name, new) for name, new in new_names.items() if name != new]
+    unknown = [name for name, parts in recognize(new_names).items() if parts.kind is None]
+    print("Wrote %s: %d of %d names changed.%s" % (out_path, len(changed), len(new_names), lines(changed)))
+    if unknown:
+        print("Of no known kind, changed by --scope alone (%d):%s" % (len(unknown), lines(unknown)))
+
+
+def _scope(text):
+    # From the right: a pattern may hold "=", as in (?=...), and a TensorFlow scope can't.
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError("%r is not REGEX=REPLACEMENT" % text)
+    return pattern, replacement
+
+
+def main(argv=None):
+    """Runs the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tf_syncbn.checkpoints",
+                                     description="Batch-norm variable names of tf.layers, slim and tensorpack, converted.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    lister = commands.add_parser("list", help="print names, shapes, dtypes, and what each name is recognized as")
+    converter = commands.add_parser("convert", help="write a checkpoint with the names of another dialect")
+    for command in (lister, converter):
+        command.add_argument("in_path", metavar="IN", help="a checkpoint's prefix, or a directory: its latest checkpoint")
+    converter.add_argument("out_path", metavar="OUT", help="the new checkpoint's prefix, which must not exist")
+    converter.add_argument("--to", required=True, choices=sorted(DIALECTS), help="the dialect of the new names")
+    converter.add_argument("--scope", metavar="REGEX=REPLACEMENT", action="append", default=[], type=_scope,
+                           help="change scopes (all before a name's last part) by re.sub; may be repeated, goes in order")
+    given = parser.parse_args(argv)
+    try:
+        if given.command == "list":
+            _print_list(given.in_path)
+        else:
+            _print_conversion(given.in_path, given.out_path, given.to, dict(given.scope))
+    except ValueError as error:
+        print("error: %s" % error, file=sys.stderr)
+        return 1
+    except tf.errors.OpError as error:  # TensorFlow 2 puts a stack trace before the reason, TensorFlow 1 behind it
+        reason = re.sub(r"(?s)^.*\nNode: [^\n]*\n", "", error.message).split("\n")[0]
+        print("error: TensorFlow could not convert it: %s" % reason, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

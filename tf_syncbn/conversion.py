@@ -1,0 +1,169 @@
+"""`convert_model`: the batch norms of an unchanged model function become synced ones.
+
+When the model function of a tower has returned, and before anything is differentiated, its batch norms are found in the
+graph and replaced there. Variables, their names, collections and initializers stay as they are.
+"""
+import functools
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from towers.context import current_tower
+from towers.exchange import TowerMismatchError, forward_op_of
+from tf_syncbn.detection import find_batch_norms, find_hidden, find_suspects, is_fused, is_training
+from tf_syncbn.replacement import Added, Replacement, relative, remember_unreplaced
+
+__all__ = ["ConvertedLayer", "convert_model"]
+
+_ENDINGS = re.compile(r"(/(cond|moments|batchnorm)(_\d+)?)+$")
+
+_MEND = ("Take a layer's own synchronization away (Keras' synchronized=True, tensorpack's sync_statistics), compute moments by "
+         "tf.nn.moments, or use tf_syncbn.sync_batch_norm.")
+
+
+class ConvertedLayer(NamedTuple):
+    """A batch norm that was found in a model.
+
+    Fields:
+      scope: str, the name scope of its ops in the tower.
+      shape: `tf.TensorShape` of its input.
+      kind: str, "fused", "fused in tf.cond" or "moments": what the model had made it of.
+    """
+    scope: str
+    shape: Any
+    kind: str
+
+
+def convert_model(model_fn, only=None):
+    """Makes every batch norm of a model normalize by the moments of all towers.
+
+    Found are, whatever made them (`tf.layers`, slim, Keras 2 in a graph, hand-written layers), all that normalize by the
+    moments of their batch: `tf.nn.fused_batch_norm`, and `tf.nn.moments`, or means written alike, over all axes but the
+    channels' followed by a division by the square root. Their outputs, the batch moments that feed moving averages (with
+    Bessel's correction where the model had it) and their gradients become those of one tower on the whole batch. No
+    variable, name, collection or initializer changes, so checkpoints move between the converted and the unconverted
+    model. Updates of moving averages run once a step, as a `sync_batch_norm`'s: in UPDATE_OPS they are shared by all towers,
+    and inline ones remain in tower 0.
+
+    Only what the model's outputs, or items that it added to collections, depend on is converted. A tensor that the model
+    function hands out otherwise (an attribute of a Keras layer, say) is that of the unconverted layer. Outside of towers,
+    and with one tower, the model stays as it is.
+
+    Args:
+      model_fn: a model function, see `TowerBuilder.build`.
+      only: which layers to convert: a regular expression that `re.search` finds in a layer's scope, or a function of the
+        scope that returns a bool. None is all of them. The scope is relative to the tower: "block1/bn".
+
+    Returns:
+      A model function with an attribute `converted`, the list of `ConvertedLayer` of its last build. They are logged too.
+      It raises, while the graph is built:
+      ValueError: where there is nothing to convert, or nothing that `only` chooses; where a batch norm was
+        differentiated inside `model_fn`, stands in a tf.while_loop, a tf.function, or a tf.cond that holds more than the two
+        modes of it; or where its inline update stands in a tf.cond.
+      TowerMismatchError: (a ValueError) where towers' batch norms differ.
+
+    Warns:
+      UserWarning: where something that looks like a batch norm is of no known kind, and stays local.
+
+    Example:
+
+        replicas = builder.build(tf_syncbn.convert_model(model_fn), batch)
+    """
+    if not callable(model_fn):
+        raise TypeError("model_fn has to be a model function, not %r." % (model_fn,))
+    if only is not None and not callable(only):
+        only = re.compile(only).search
+    # Of tower 0: whether each batch norm is converted, since Keras numbers its layers on through the towers; and which ops
+    # write the averages, by the names of variables.
+    chosen, writers = [], {}
+
+    def converted(*args, **kwargs):
+        tower = current_tower()
+        if tower is None:
+            return model_fn(*args, **kwargs)
+        added = Added(tf.get_default_graph())
+        outputs = model_fn(*args, **kwargs)
+        found = _find(added, [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)], outputs, tower)
+        scopes = [_scope_of(batch_norm.op, tower) for batch_norm in found]
+        if tower.is_first:
+            writers.clear()
+            chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
+            _check_chosen(chosen, scopes)
+            converted.converted = [ConvertedLayer(scope, batch_norm.x.shape, batch_norm.kind)
+                                   for scope, batch_norm, is_chosen in zip(scopes, found, chosen) if is_chosen]
+            _log(converted.converted, len(found))
+        elif len(found) != len(chosen):
+            raise TowerMismatchError("Tower %d has %d batch norms to convert and tower 0 has %d."
+                                     % (tower.index, len(found), len(chosen)))
+        pairs = [(batch_norm, scope) for batch_norm, scope, is_chosen in zip(found, scopes, chosen) if is_chosen]
+        _check(pairs, added.ops())
+        if tower.num_towers == 1:
+            for batch_norm, scope in pairs:
+                remember_unreplaced(batch_norm, scope, tower)
+            return outputs
+        replacement = Replacement(added, tower, writers)
+        for batch_norm, scope in pairs:
+            replacement.replace(batch_norm, scope)
+        return replacement.finish(outputs)
+
+    if hasattr(model_fn, "__name__"):
+        functools.update_wrapper(converted, model_fn)
+    converted.converted = []
+    return converted
+
+
+def _find(added, batch, outputs, tower):
+    """Returns the batch norms that the outputs need; refuses hidden ones, warns of unknown ones."""
+    ops = added.needed(outputs)
+    hidden = find_hidden(ops)
+    if hidden:
+        raise ValueError(
+            "convert_model: %s contains a batch norm in training mode, and towers can't meet in a function, loop or branch of "
+            "TensorFlow 2. Give the layer `training` as a bool, call the model without tf.function, or call "
+            "tf.disable_control_flow_v2() when the program starts."
+            % ", ".join(repr(relative(op.name, tower)) for op in hidden))
+    found = find_batch_norms(ops, batch)
+    suspects = ", ".join(repr(_scope_of(op, tower)) for op in find_suspects(ops, batch, found))
+    if found and suspects and tower.is_first:
+        warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
+                      "tower: %s. %s" % (suspects, _MEND), stacklevel=4)
+    if not found and tower.training is not False:
+        if suspects:
+            raise ValueError("convert_model found no batch norm of a kind that it knows; what looks like one is %s. %s"
+                             % (suspects, _MEND))
+        frozen = sum(is_fused(op) and not is_training(op) for op in ops)
+        raise ValueError(
+            "convert_model found no batch norm in training mode in what the model function returned%s. Is `training` True "
+            "where the layers are called, and does the loss depend on them?"
+            % (", and %d fused ones in inference mode" % frozen if frozen else ""))
+    return found
+
+
+def _check_chosen(chosen, scopes):
+    if scopes and not any(chosen):
+        raise ValueError("convert_model: `only` chooses none of the model's batch norms, whose scopes are %s."
+                         % ", ".join(map(repr, scopes)))
+
+
+def _check(pairs, made):
+    """Raises for batch norms that can't be synced."""
+    differentiated = {forward_op_of(op) for op in made}
+    for batch_norm, scope in pairs:
+        if batch_norm.trouble:
+            raise ValueError("convert_model can't sync the batch norm %r: %s." % (scope, batch_norm.trouble))
+        if any(op in differentiated for op in batch_norm.ops):
+            raise ValueError("convert_model: the model function itself takes gradients through the batch norm %r, which by then "
+                             "is not synced. Use tf_syncbn.sync_batch_norm there, or leave it out by `only`." % scope)
+
+
+def _log(layers, num_found):
+    tf.logging.info("convert_model: %d of %d batch norms are synced over towers:%s", len(layers), num_found, "".join(
+        "\n  %s %s (%s)" % (layer.scope, layer.shape, layer.kind) for layer in layers))
+
+
+def _scope_of(op, tower):
+    """Returns the name scope of the layer that made `op`, relative to the tower; the name of `op` where it has none."""
+    name = relative(op.name, tower)
+    return _ENDINGS.sub("", "/" + name.rpartition("/")[0])[1:] or name
