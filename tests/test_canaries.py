@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after
+from towers.exchange import branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, wait_only_for
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|remove_all_control_inputs|set_device|set_attr|"
@@ -35,6 +35,19 @@ def test_added_control_inputs_run_first():
         session.run(v.initializer)
         session.run(after)
         assert session.run(v) == 3.0
+
+
+def test_an_op_that_is_to_wait_only_for_others_waits_for_them_alone():
+    v, w = (tf.get_variable(name, [], initializer=tf.zeros_initializer()) for name in "vw")
+    assigns = [tf.assign(v, 3.0).op, tf.assign(w, 3.0).op]
+    with tf.control_dependencies(assigns):
+        after = tf.no_op()
+    wait_only_for(after, assigns[1:])
+    assert after.control_inputs == assigns[1:]
+    with tf.Session() as session:
+        session.run([v.initializer, w.initializer])
+        session.run(after)
+        assert session.run([v, w]) == [0.0, 3.0]
 
 
 def test_control_flow_context_is_none_outside_and_seen_inside():

@@ -448,22 +448,23 @@ def test_a_batch_norm_in_a_function_is_refused_by_name():
         build(tf_syncbn.convert_model(lambda x: tf.reduce_mean(block(x) + fused(x, "bn"))), batch_of([7, 5, 4, 3]))
 
 
-def test_an_inline_update_in_a_branch_is_refused_by_name():
-    if tf.control_flow_v2_enabled():
-        pytest.skip("an inline update in a branch of control flow 2 is not seen: its layer's towers still agree")
-
-    def model_fn(x):
-        gamma, beta, *moving = variables(3, tf.float32, "bn")
+def test_an_inline_update_in_a_branch_moves_once_or_is_refused_by_name():
+    def layer(x, name):
+        gamma, beta, *moving = variables(3, tf.float32, name)
         y, *moments = tf.nn.fused_batch_norm(x, gamma, beta)
 
         def updated():
             with tf.control_dependencies(update(moving, moments)):
-                return tf.identity(y)
+                return [tf.identity(m) for m in moments]
 
-        return tf.reduce_mean(tf.cond(tf.placeholder_with_default(True, []), updated, lambda: y))
+        moments = tf.cond(tf.placeholder_with_default(True, []), updated, lambda: moments)
+        return y + 0 * moments[0]
 
-    with pytest.raises(ValueError, match="convert_model: the batch norm at 'cond/.*' updates its moving averages inline, inside"):
-        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+    if tf.control_flow_v2_enabled():
+        with pytest.raises(ValueError, match="convert_model: 'cond.*' updates moving averages inside a tf.cond that the output"):
+            build(tf_syncbn.convert_model(model_of(layer)), batch_of([7, 5, 4, 3]))
+    else:
+        assert_law(model_of(layer), batch_of([7, 5, 4, 3]), "first")
 
 
 def test_an_unknown_number_of_channels_is_refused_by_name():
@@ -487,7 +488,7 @@ def test_normalization_of_an_unknown_kind_stays_local_with_a_warning(moments):
         return tf.reduce_mean(fused(y, "bn"))
 
     converted = tf_syncbn.convert_model(model_fn)
-    with pytest.warns(UserWarning, match="what looks like a batch norm is of no kind that it knows.*: 'mine'. Take a layer's own"):
+    with pytest.warns(UserWarning, match="looks like a batch norm is of no kind that it knows.*: 'mine'. Take a layer's own"):
         build(converted, batch_of([7, 5, 4, 3]))
     assert [layer.scope for layer in converted.converted] == ["bn"]
 
@@ -605,3 +606,214 @@ def test_devices_of_layers_are_kept():
     made = [op for op in tf.get_default_graph().get_operations() if op.name.startswith("tower_1/bn/sync_batch_norm")]
     assert made and all(op.device.lower().endswith("cpu:5") for op in made)
     assert cpus(6)[-1] == "/cpu:5"
+
+
+def test_a_mean_of_its_own_and_a_standard_deviation_train_as_one_tower_does():
+    def layer(x, name):
+        return (x - tf.reduce_mean(x, 0, keepdims=True)) / (tf.math.reduce_std(x, 0) + 1e-3)
+
+    assert_law(model_of(layer), batch_of([7, 3], tf.float64), "first", ["moments"] * 2)
+
+
+def test_powers_of_differences_and_of_variances_train_as_one_tower_does():
+    def layer(x, name):
+        mean = tf.reduce_mean(x, 0)
+        return (x - mean) / (tf.reduce_mean((x - mean) ** 2, 0) + 1e-3) ** 0.5
+
+    assert_law(model_of(layer), batch_of([7, 3], tf.float64), "first", ["moments"] * 2)
+
+
+def test_batch_norms_of_noise_are_found():
+    def model_fn(x):
+        noise = tf.random_normal([tf.shape(x)[0], 3], dtype=tf.float64)
+        return tf.reduce_mean(by_moments(noise, "generator")) + tf.reduce_mean(by_moments(x, "bn"))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    build(converted, batch_of([7, 3], tf.float64))
+    assert [layer.scope for layer in converted.converted] == ["generator", "bn"]
+
+
+@pytest.mark.skipif(not has_tf_layers() or IS_TF1, reason="Keras 2 of TensorFlow 2 has it by the fused op")
+@pytest.mark.parametrize("size", [7, None])
+def test_layer_normalization_stays_as_it_is(size):
+    def model_fn(x):
+        y = tf.keras.layers.LayerNormalization(name="ln")(x)
+        return tf.reduce_mean(fused(tf.reshape(y, [-1, 5, 4, 3]), "bn"))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    build(converted, (tf.placeholder(tf.float32, [size, 5, 4, 3]),))
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+@pytest.mark.skipif(not IS_TF1, reason="tf.contrib's; that of TensorFlow 2 is a tf.custom_gradient alike")
+def test_batch_norms_that_gradients_build_anew_are_refused_by_name():
+    def model_fn(x):
+        from tensorflow.contrib import layers
+        x *= tf.get_variable("w", [3])
+        y = layers.recompute_grad(lambda x: tf.sin(tf.nn.fused_batch_norm(x, tf.ones([3]), tf.zeros([3]))[0]))(x)
+        return tf.reduce_mean(tf.square(y - x))
+
+    replicas = build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+    with pytest.raises(ValueError, match="is built anew while gradients are taken, as recompute_grad does"):
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+
+
+def test_a_tape_inside_the_model_function_is_an_error():
+    def model_fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(tf.sin(fused(x, "bn")))
+        return tf.reduce_mean(tape.gradient(total, x) ** 2)
+
+    with pytest.raises(ValueError, match="itself takes gradients through the batch norm 'bn'"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+def test_moments_in_a_function_are_refused_beside_other_batch_norms_and_left_out_by_only():
+    @tf.function(autograph=False)
+    def block(x):
+        mean, variance = tf.nn.moments(x, [0, 1, 2])
+        return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+    def model_fn(x):
+        return tf.reduce_mean(block(x) + fused(x, "bn"))
+
+    with pytest.raises(ValueError, match="PartitionedCall.*contains a batch norm in training mode"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+    with tf.Graph().as_default():
+        converted = tf_syncbn.convert_model(model_fn, only="^bn$")
+        build(converted, batch_of([7, 5, 4, 3]))
+        assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+@pytest.mark.parametrize("update_ops", ["first", "last", "all"])
+def test_a_group_of_updates_and_others_moves_averages_once_a_step(update_ops):
+    def layer(x, name):
+        gamma, beta, *moving = variables(3, tf.float32, name)
+        y, *moments = tf.nn.fused_batch_norm(x, gamma, beta)
+        other = tf.get_variable(name + "_other", [], initializer=tf.zeros_initializer(), trainable=False)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.group(*update(moving, moments), tf.assign(other, 1.0)))
+        return y
+
+    assert_law(model_of(layer), batch_of([7, 5, 4, 3]), update_ops)
+
+
+def test_updates_in_a_collection_of_their_own_are_tower_0s():
+    def model_fn(x):
+        gamma, beta, *moving = variables(3, tf.float32, "bn")
+        y, *moments = tf.nn.fused_batch_norm(x, gamma, beta)
+        for op in update(moving, moments):
+            tf.add_to_collection("mine", op)
+        return tf.reduce_mean(y)
+
+    x, = batch_of([7, 5, 4, 3])
+    build(tf_syncbn.convert_model(model_fn), (x,), 3)
+    with session() as made:
+        made.run(tf.get_collection("mine"))
+        mean, = [v for v in tf.global_variables() if v.op.name == "bn/moving_mean"]
+        np.testing.assert_allclose(made.run(mean), 0.1 * x.astype(np.float64).mean((0, 1, 2)), atol=1e-6)
+
+
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_averages_stacked_in_one_variable_move_once_a_step(update_ops, is_inline):
+    def layer(x, name):
+        y, mean, variance = tf.nn.fused_batch_norm(x, tf.ones([3]), tf.zeros([3]))
+        both = tf.get_variable(name, [2, 3], initializer=tf.zeros_initializer(), trainable=False)
+        op = tf.assign_sub(both, 0.1 * (both - tf.stack([mean, variance])))
+        if not is_inline:
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, op)
+            return y
+        with tf.control_dependencies([op]):
+            return tf.identity(y)
+
+    assert_law(model_of(layer), batch_of([7, 5, 4, 3]), update_ops)
+
+
+def test_an_average_of_one_towers_data_stays_its_own():
+    def model_fn(x):
+        y = by_moments(x, "bn")
+        center = tf.get_variable("center", [3], tf.float64, tf.zeros_initializer(), trainable=False)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(center, tf.reduce_mean(y ** 3, 0)))
+        return tf.reduce_mean(y)
+
+    x, = batch_of([2, 3], tf.float64)
+    replicas = build(tf_syncbn.convert_model(model_fn), (x,))
+    y = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-3)
+    for policy, wanted in (("first", y[0] ** 3), ("last", y[1] ** 3)):
+        with session() as made:
+            made.run(towers.collect_update_ops(replicas, policy))
+            center, = [v for v in tf.global_variables() if v.op.name == "center"]
+            np.testing.assert_allclose(made.run(center), wanted, rtol=1e-9)
+
+
+def test_an_evaluation_beside_the_training_is_not_pulled_into_a_step():
+    def model_fn(x):
+        gamma, beta, mean, variance = variables(3, tf.float32, "bn")
+        other = tf.placeholder(tf.float32, [None, 5, 4, 3])
+        evaluated = tf.nn.fused_batch_norm(other, gamma, beta, mean, variance, is_training=False)[0]
+        return {"loss": tf.reduce_mean(tf.square(fused(x, "bn") - 1)), "evaluated": evaluated}
+
+    replicas = build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+    with session() as made:
+        made.run(train_op)
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="refused there")
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_a_branch_in_inference_mode_has_to_take_the_same_input(is_alike):
+    def model_fn(x):
+        gamma, beta, mean, variance = variables(3, tf.float32, "bn")
+        return tf.reduce_mean(tf.cond(
+            tf.placeholder_with_default(True, []), lambda: tf.nn.fused_batch_norm(x, gamma, beta)[0],
+            lambda: tf.nn.fused_batch_norm(x if is_alike else 2 * x, gamma, beta, mean, variance, is_training=False)[0]))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    if is_alike:
+        build(converted, batch_of([7, 5, 4, 3]))
+    else:
+        with pytest.raises(ValueError, match="of the same input, and holds nothing else"):
+            build(converted, batch_of([7, 5, 4, 3]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_fed_mode_gives_the_output_of_that_mode(training):
+    if tf.control_flow_v2_enabled():
+        pytest.skip("refused there")
+    x, = batch_of([7, 5, 4, 3])
+    is_training = tf.placeholder(tf.bool, [])
+
+    def model_fn(x):
+        gamma, beta, mean, variance = variables(3, tf.float32, "bn")
+        return tf.cond(is_training, lambda: tf.nn.fused_batch_norm(x, gamma, beta, epsilon=1e-3)[0],
+                       lambda: tf.nn.fused_batch_norm(x, gamma, beta, mean, variance, 1e-3, is_training=False)[0])
+
+    y = build(tf_syncbn.convert_model(model_fn), (x,), 3).merged
+    axes = (0, 1, 2) if training else ()
+    mean, variance = (x.mean(axes), x.var(axes)) if training else (0, 1)
+    np.testing.assert_allclose(run(y, {is_training: training}), (x - mean) / np.sqrt(variance + 1e-3), atol=1e-5)
+
+
+def test_inline_updates_that_the_next_batch_norm_waits_for_move_once_a_step():
+    def model_fn(x):
+        gamma, beta, *moving = variables(3, tf.float32, "bn1")
+        y, *moments = tf.nn.fused_batch_norm(x * tf.get_variable("w", [3]), gamma, beta)
+        z = tf.sin(y)
+        with tf.control_dependencies(update(moving, moments)):
+            z = tf.nn.fused_batch_norm(z, tf.ones([3]), tf.zeros([3]))[0]
+        return tf.reduce_mean(tf.square(tf.sin(z) - x))
+
+    assert_law(model_fn, batch_of([7, 5, 4, 3]), "first")
+
+
+def test_an_exponential_moving_average_trains_as_one_tower_does():
+    def layer(x, name):
+        with tf.variable_scope(name):
+            moments = tf.nn.moments(x, [0])
+            average = tf.train.ExponentialMovingAverage(0.9)
+            with tf.control_dependencies([average.apply(moments)]):
+                moments = [tf.identity(m) for m in moments]
+            return tf.nn.batch_normalization(x, *moments, None, None, 1e-3)
+
+    assert_law(model_of(layer), batch_of([7, 3], tf.float64), "first", ["moments"] * 2)

@@ -97,6 +97,17 @@ def test_every_other_variable_stays_as_it_is():
     assert all((before[name] != after[name]).all() for name in found)
 
 
+def test_inline_updates_of_layers_left_out_change_nothing():
+    replicas, feed = fed(tf_syncbn.convert_model(lambda x: fused(inline(x, "bn1"), "bn2"), only="bn2"))
+    with session() as made:
+        before = values_of_all(made)
+        found = tf_syncbn.recalibrate(made, replicas, K, feed)
+        after = values_of_all(made)
+    assert set(found) == {"bn2/moving_mean", "bn2/moving_variance"}
+    for name in set(after) - set(found):
+        np.testing.assert_array_equal(before[name], after[name])
+
+
 def test_masked_positions_and_empty_batches_count_nothing():
     x, mask = tf.placeholder(tf.float32, [None, 4, 3, 2]), tf.placeholder(tf.bool, [None, 4, 3])
     replicas = build(lambda x, mask: synced(x, mask=mask), (x, mask), 2)

@@ -12,6 +12,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
 from towers.exchange import TowerMismatchError, forward_op_of
+from tf_syncbn.dependence import find_statistics
 from tf_syncbn.detection import find_batch_norms, find_hidden, find_suspects, is_fused, is_training
 from tf_syncbn.replacement import Added, Replacement, relative, remember_unreplaced
 
@@ -49,7 +50,8 @@ def convert_model(model_fn, only=None):
 
     Only what the model's outputs, or items that it added to collections, depend on is converted. A tensor that the model
     function hands out otherwise (an attribute of a Keras layer, say) is that of the unconverted layer. Outside of towers,
-    and with one tower, the model stays as it is.
+    and with one tower, the model stays as it is; what would be refused with more is refused with one too. Not found are
+    normalization by a moving average that was just updated, and subtraction of the mean alone.
 
     Args:
       model_fn: a model function, see `TowerBuilder.build`.
@@ -61,7 +63,8 @@ def convert_model(model_fn, only=None):
       It raises, while the graph is built:
       ValueError: where there is nothing to convert, or nothing that `only` chooses; where a batch norm was
         differentiated inside `model_fn`, stands in a tf.while_loop, a tf.function, or a tf.cond that holds more than the two
-        modes of it; or where its inline update stands in a tf.cond.
+        modes of it; or where the output waits for its update in a tf.cond of control flow 2. `compute_gradients` raises it
+        where a gradient builds a batch norm anew (`recompute_grad`).
       TowerMismatchError: (a ValueError) where towers' batch norms differ.
 
     Warns:
@@ -83,29 +86,30 @@ def convert_model(model_fn, only=None):
         tower = current_tower()
         if tower is None:
             return model_fn(*args, **kwargs)
-        added = Added(tf.get_default_graph())
+        added, batch = Added(tf.get_default_graph()), [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)]
         outputs = model_fn(*args, **kwargs)
-        found = _find(added, [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)], outputs, tower)
-        scopes = [_scope_of(batch_norm.op, tower) for batch_norm in found]
+        found, scopes = _find(added, batch, outputs, only, tower)
         if tower.is_first:
             writers.clear()
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
             _check_chosen(chosen, scopes)
-            converted.converted = [ConvertedLayer(scope, batch_norm.x.shape, batch_norm.kind)
-                                   for scope, batch_norm, is_chosen in zip(scopes, found, chosen) if is_chosen]
-            _log(converted.converted, len(found))
         elif len(found) != len(chosen):
             raise TowerMismatchError("Tower %d has %d batch norms to convert and tower 0 has %d."
                                      % (tower.index, len(found), len(chosen)))
-        pairs = [(batch_norm, scope) for batch_norm, scope, is_chosen in zip(found, scopes, chosen) if is_chosen]
-        _check(pairs, added.ops())
+        found, scopes = ([x for x, is_chosen in zip(several, chosen) if is_chosen] for several in (found, scopes))
+        _check(found, scopes, added.ops())
+        if tower.is_first:
+            if only is None:
+                tower.meetings.gradient_checks.append(_check_recomputed)
+            converted.converted = [ConvertedLayer(scope, b.x.shape, b.kind) for scope, b in zip(scopes, found)]
+            _log(converted.converted, len(chosen))
+        statistics = find_statistics(added.ops(), batch, found)
         if tower.num_towers == 1:
-            for batch_norm, scope in pairs:
-                remember_unreplaced(batch_norm, scope, tower)
+            remember_unreplaced(found, scopes, statistics, tower)
             return outputs
-        replacement = Replacement(added, tower, writers)
-        for batch_norm, scope in pairs:
-            replacement.replace(batch_norm, scope)
+        replacement = Replacement(added, statistics, tower, writers)
+        for index, (batch_norm, scope) in enumerate(zip(found, scopes)):
+            replacement.replace(batch_norm, index, scope)
         return replacement.finish(outputs)
 
     if hasattr(model_fn, "__name__"):
@@ -114,10 +118,10 @@ def convert_model(model_fn, only=None):
     return converted
 
 
-def _find(added, batch, outputs, tower):
-    """Returns the batch norms that the outputs need; refuses hidden ones, warns of unknown ones."""
+def _find(added, batch, outputs, only, tower):
+    """Returns the batch norms that the outputs need, and their scopes; refuses hidden ones, warns of unknown ones."""
     ops = added.needed(outputs)
-    hidden = find_hidden(ops)
+    hidden = [op for op in find_hidden(ops) if only is None or only(_scope_of(op, tower))]
     if hidden:
         raise ValueError(
             "convert_model: %s contains a batch norm in training mode, and towers can't meet in a function, loop or branch of "
@@ -138,7 +142,7 @@ def _find(added, batch, outputs, tower):
             "convert_model found no batch norm in training mode in what the model function returned%s. Is `training` True "
             "where the layers are called, and does the loss depend on them?"
             % (", and %d fused ones in inference mode" % frozen if frozen else ""))
-    return found
+    return found, [_scope_of(batch_norm.op, tower) for batch_norm in found]
 
 
 def _check_chosen(chosen, scopes):
@@ -147,15 +151,24 @@ def _check_chosen(chosen, scopes):
                          % ", ".join(map(repr, scopes)))
 
 
-def _check(pairs, made):
+def _check(batch_norms, scopes, made):
     """Raises for batch norms that can't be synced."""
     differentiated = {forward_op_of(op) for op in made}
-    for batch_norm, scope in pairs:
+    for batch_norm, scope in zip(batch_norms, scopes):
         if batch_norm.trouble:
             raise ValueError("convert_model can't sync the batch norm %r: %s." % (scope, batch_norm.trouble))
-        if any(op in differentiated for op in batch_norm.ops):
+        kept = [c for tensor in batch_norm.op.outputs[3:] for c in tensor.consumers()]  # for a gradient, a tape's too
+        if kept or any(op in differentiated for op in batch_norm.ops):
             raise ValueError("convert_model: the model function itself takes gradients through the batch norm %r, which by then "
                              "is not synced. Use tf_syncbn.sync_batch_norm there, or leave it out by `only`." % scope)
+
+
+def _check_recomputed(made):
+    """Raises where a gradient pass builds a batch norm anew."""
+    for batch_norm in find_batch_norms(made, []):
+        raise ValueError(
+            "convert_model: the batch norm %r is built anew while gradients are taken, as recompute_grad does: the towers can't meet "
+            "there, and local statistics would be wrong. Recompute only what stands between batch norms." % batch_norm.op.name)
 
 
 def _log(layers, num_found):

@@ -9,19 +9,20 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.exchange import branch_of, control_flow_now, control_flow_of
+from tf_syncbn.dependence import depend_on_data, depend_on_variables
 
-__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "find_suspects", "is_fused", "is_training"]
+__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "find_suspects", "has_update_inside", "is_fused", "is_training",
+           "outside_of_branch"]
 
 _FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 _ROOTS = ("Rsqrt", "Sqrt", "Pow")
+_MOVED = ("Switch", "RefSwitch")
 _DIFFERENCES = ("Sub", "SquaredDifference")
 # What a vector of moments goes through, unchanged or a little, on its way to the square root.
 _SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
 _CHOSEN = ("Switch", "RefSwitch", "Merge", "Select", "SelectV2") + _BRANCHES
 _SHIFTED = ("Add", "AddV2", "Mul", "RealDiv", "Maximum", "BiasAdd")
-_CONSTANT = ("Const", "VariableV2", "Variable", "VarHandleOp")
-_READS = ("Identity", "ReadVariableOp", "Enter", "Switch", "Cast")
 
 
 class BatchNorm(NamedTuple):
@@ -30,27 +31,33 @@ class BatchNorm(NamedTuple):
     Fields:
       kind: "fused", "fused in tf.cond" or "moments".
       op: the fused op, or the one that computes the variance.
+      x: tensor, what is normalized.
       axis: int, the channels' axis, not negative.
-      mean: "moments": the op that computes the mean; else None.
+      means: "moments": list of the ops that compute the mean; else empty.
       frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
       trouble: str, why it can't be synced; or None.
     """
     kind: str
     op: Any
+    x: Any
     axis: int
-    mean: Any = None
+    means: Any = ()
     frozen: Any = None
     trouble: Any = None
 
     @property
     def ops(self):
         """The ops of which a gradient op tells that this batch norm has been differentiated already."""
-        return [op for op in (self.op, self.mean, self.frozen) if op is not None]
+        return [self.op] + list(self.means) + ([] if self.frozen is None else [self.frozen])
 
     @property
-    def x(self):
-        """What is normalized."""
-        return (self.op if self.mean is None else self.mean).inputs[0]
+    def moments(self):
+        """The tensors that hold the batch's mean, and those that hold its variance, two lists."""
+        if self.kind == "moments":
+            return [mean.outputs[0] for mean in self.means], [self.op.outputs[0]]
+        if self.kind == "fused":
+            return [self.op.outputs[1]], [self.op.outputs[2]]
+        return tuple([merge.outputs[0] for merge in tensor.consumers()] for tensor in self.op.outputs[1:3])
 
 
 def is_fused(op):
@@ -74,14 +81,15 @@ def find_batch_norms(ops, batch):
     Returns:
       A list of `BatchNorm`, in the order of the ops.
     """
-    made, of_data = set(ops), _depend_on_data(ops, batch)
+    made, is_of_weights = set(ops), _tell_weights(ops, batch)
     found = []
     for op in ops:
         if is_fused(op) and is_training(op):
-            found.append(_fused(op))
-        elif op.type == "Mean":
+            if not _has_examples_as_channels(op):
+                found.append(_fused(op))
+        elif op.type == "Mean" and not is_of_weights(op):
             batch_norm = _moments(op, made)
-            if batch_norm is not None and op in of_data:
+            if batch_norm is not None:
                 found.append(batch_norm)
     return found
 
@@ -96,10 +104,10 @@ def find_suspects(ops, batch, batch_norms):
     Returns:
       A list of square root ops.
     """
-    known = set(root for batch_norm in batch_norms if batch_norm.mean is not None for root in _roots(batch_norm.op))
-    of_data = _depend_on_data(ops, batch)
-    return [op for op in ops if op.type in ("Rsqrt", "Sqrt") and op in of_data and op not in known
-            and any(_reduces_examples(source) and source in of_data for source in _sources(op))]
+    known = set(root for batch_norm in batch_norms if batch_norm.means for root in _roots(batch_norm.op))
+    is_of_weights = _tell_weights(ops, batch)
+    return [op for op in ops if op.type in _ROOTS and op not in known
+            and any(_reduces_examples(source) and not is_of_weights(source) for source in _sources(op))]
 
 
 def find_hidden(ops):
@@ -108,6 +116,17 @@ def find_hidden(ops):
     Returns:
       A list of operations.
     """
+    return _calls_of(ops, lambda nodes: any(
+        node.op in _FUSED and node.attr["is_training"].b or _computes_variance(node, nodes) for node in nodes))
+
+
+def has_update_inside(op):
+    """Tells whether a tf.cond of control flow 2 writes a variable."""
+    return op.type in _BRANCHES and bool(_calls_of([op], lambda nodes: any(node.op.startswith("Assign") for node in nodes)))
+
+
+def _calls_of(ops, has_it):
+    """Returns those of `ops` that call a function of whose nodes, or whose callees' nodes, `has_it` is true."""
     calls = [(op, names) for op in ops for names in [_function_names(op.node_def)] if names]
     if not calls:
         return []
@@ -119,10 +138,21 @@ def find_hidden(ops):
         if name in seen or name not in library:
             return False
         seen.add(name)
-        return any(node.op in _FUSED and node.attr["is_training"].b or any(hides(n, seen) for n in _function_names(node))
-                   for node in library[name])
+        nodes = library[name]
+        return has_it(nodes) or any(hides(callee, seen) for node in nodes for callee in _function_names(node))
 
     return [op for op, names in calls if any(hides(name, set()) for name in names)]
+
+
+def _computes_variance(node, nodes):
+    """Tells whether a node of a function averages squared differences over axis 0, on the way to a square root."""
+    if node.op != "Mean" or not any(other.op in ("Rsqrt", "Sqrt") for other in nodes):
+        return False
+    by_name = {other.name: other for other in nodes}
+    squares, axes = (by_name.get(name.split(":")[0]) for name in node.input[:2])
+    if squares is None or squares.op not in ("SquaredDifference", "Square") or axes is None or axes.op != "Const":
+        return False
+    return 0 in tf.make_ndarray(axes.attr["value"].tensor).reshape([-1])
 
 
 def _function_names(node):
@@ -130,31 +160,41 @@ def _function_names(node):
             for function in [attribute.func] + list(attribute.list.func) if function.name]
 
 
+def _has_examples_as_channels(op):
+    """Tells whether a fused op normalizes each example by itself, as Keras' LayerNormalization makes it do."""
+    reshape = op.inputs[0].op
+    if reshape.type != "Reshape" or reshape.outputs[0].shape.rank is None or reshape.inputs[0].shape.rank is None:
+        return False
+    now, before = (tf.dimension_value(tensor.shape[0]) for tensor in (reshape.outputs[0], reshape.inputs[0]))
+    return now == 1 and before != 1
+
+
 def _fused(op):
     axis = op.get_attr("data_format").decode().index("C")
-    graph = op.graph
-    if control_flow_of(op) is control_flow_now(graph):
-        return BatchNorm("fused", op, axis)
-    frozen = _sibling(op)
-    if frozen is None:
-        return BatchNorm("fused in tf.cond", op, axis, trouble=(
-            "it stands inside a tf.cond or tf.while_loop, and towers can meet only where every tower comes each step. A tf.cond "
-            "that chooses between the two modes of one fused batch norm, and holds nothing else, can be synced: for others "
-            "give `training` as a bool, or move the layer out"))
-    return BatchNorm("fused in tf.cond", op, axis, frozen=frozen)
+    kind = "fused" if control_flow_of(op) is control_flow_now(op.graph) else "fused in tf.cond"
+    frozen, trouble = None, None
+    if tf.dimension_value(op.inputs[1].shape[0] if op.inputs[1].shape.rank else None) is None:
+        trouble = "the number of its channels is unknown, in %r of shape %s" % (op.inputs[1].name, op.inputs[1].shape)
+    elif kind == "fused in tf.cond":
+        frozen = _sibling(op)
+        if frozen is None:
+            trouble = ("it stands inside a tf.cond or tf.while_loop, and towers can meet only where every tower comes each step. "
+                       "A tf.cond that chooses between the two modes of one fused batch norm, of the same input, and holds "
+                       "nothing else, can be synced: for others give `training` as a bool, or move the layer out")
+    return BatchNorm(kind, op, op.inputs[0], axis, frozen=frozen, trouble=trouble)
 
 
 def _sibling(op):
     """Returns the batch norm in inference mode of the other branch of a tf.cond around `op`, or None."""
-    branch = branch_of(op)
-    if branch is None:
+    if branch_of(op) is None:
         return None
     merges = [(k, merge) for k in range(3) for merge in op.outputs[k].consumers()]
     others = {_other(merge, op.outputs[k], k) for k, merge in merges}
     frozen = others.pop() if len(others) == 1 else None
-    if frozen is None or is_training(frozen) or frozen.get_attr("epsilon") != op.get_attr("epsilon"):
+    if frozen is None or is_training(frozen) or any(
+            frozen.get_attr(name) != op.get_attr(name) for name in ("epsilon", "data_format")):
         return None
-    return frozen if frozen.get_attr("data_format") == op.get_attr("data_format") else None
+    return frozen if all(_is_same_outside(a, b) for a, b in zip(op.inputs[:3], frozen.inputs[:3])) else None
 
 
 def _other(merge, tensor, output):
@@ -162,6 +202,30 @@ def _other(merge, tensor, output):
         return None
     other, = [t for t in merge.inputs if t is not tensor] or [None]
     return other.op if other is not None and is_fused(other.op) and other.value_index == output else None
+
+
+def _is_same_outside(a, b):
+    """Tells whether what two branches of a tf.cond take is one tensor outside, one variable, or one constant."""
+    if branch_of(a.op) is None and branch_of(b.op) is None or a.op.type in _MOVED and b.op.type in _MOVED:
+        return outside_of_branch(a) is outside_of_branch(b)
+    if a.op.type != b.op.type or a.op.type not in ("ReadVariableOp", "Identity", "Const", "Fill", "Cast"):
+        return False
+    if a.op.type == "Const":
+        return a.op.node_def.attr["value"] == b.op.node_def.attr["value"]
+    return all(map(_is_same_outside, a.op.inputs, b.op.inputs))
+
+
+def outside_of_branch(tensor):
+    """Returns what a tensor inside a branch of tf.cond is made of, outside of it: the tensor itself, or a read, made anew."""
+    op = tensor.op
+    if branch_of(op) is None:
+        return tensor
+    if op.type in _MOVED:
+        return op.inputs[0]
+    inputs = [outside_of_branch(t) for t in op.inputs]
+    with tf.control_dependencies(None):
+        made = op.graph.create_op(op.type, inputs, [t.dtype for t in op.outputs], attrs=op.node_def.attr, op_def=op.op_def)
+    return made.outputs[tensor.value_index]
 
 
 def _moments(variance, made):
@@ -183,7 +247,9 @@ def _moments(variance, made):
             elif control_flow_of(variance) is not control_flow_now(variance.graph):
                 trouble = ("its moments are computed inside a tf.cond or tf.while_loop, and towers can meet only where every "
                            "tower comes each step: compute them outside, and choose between results with tf.where")
-            return BatchNorm("moments", variance, axis, mean=mean, trouble=trouble)
+            # What the model subtracts need not be the mean that its variance is of.
+            means = [op for op in x.consumers() if op in made and op.type == "Mean" and _kept_axis(op) == axis]
+            return BatchNorm("moments", variance, x, axis, means=means, trouble=trouble)
     return None
 
 
@@ -191,7 +257,8 @@ def _base_of_square(op):
     """Returns the two tensors whose difference `op` squares, or None."""
     if op.type == "SquaredDifference":
         return tuple(op.inputs)
-    is_square = op.type == "Square" or op.type == "Mul" and op.inputs[0] is op.inputs[1]
+    is_square = (op.type == "Square" or op.type == "Mul" and op.inputs[0] is op.inputs[1]
+                 or op.type == "Pow" and tf.get_static_value(op.inputs[1]) == 2)
     if is_square and op.inputs[0].op.type == "Sub":
         return tuple(op.inputs[0].op.inputs)
     return None
@@ -250,21 +317,7 @@ def _reduces_examples(op):
     return 0 in axes and len(axes) < rank
 
 
-def _depend_on_data(ops, batch):
-    """Returns those of `ops` that depend on more than variables and constants, `batch` excepted, which may be constant."""
-    made, of_data = set(ops), {tensor.op for tensor in batch}
-    for op in ops:
-        sources = [tensor.op for tensor in op.inputs]
-        if sources:
-            is_data = any(s in of_data or s not in made and not _is_of_variables(s) for s in sources)
-        else:
-            is_data = op.type not in _CONSTANT
-        if is_data:
-            of_data.add(op)
-    return of_data
-
-
-def _is_of_variables(op):
-    while op.type in _READS and op.inputs:
-        op = op.inputs[0].op
-    return op.type in _CONSTANT
+def _tell_weights(ops, batch):
+    """Returns a function that tells whether an op depends on variables and on no data."""
+    of_data, of_variables = depend_on_data(ops, batch), depend_on_variables(ops)
+    return lambda op: op in of_variables and op not in of_data

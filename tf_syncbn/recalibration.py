@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.assignment import assign
+from towers.graph_walk import ancestors, written_variable
 from tf_syncbn.moving_averages import averaged_layers
 
 __all__ = ["recalibrate"]
@@ -41,19 +42,22 @@ def recalibrate(session, replicas, num_batches, feed_dict=None):
         tf.train.Saver().restore(session, checkpoint)
         tf_syncbn.recalibrate(session, replicas, num_batches=200)
     """
-    if not isinstance(num_batches, int) or num_batches < 1:
+    if not isinstance(num_batches, (int, np.integer)) or num_batches < 1:
         raise ValueError("recalibrate averages over 1 batch or more, not %r." % (num_batches,))
     layers = averaged_layers(session.graph, None if replicas is None else replicas[0].context)
     _check(layers, replicas)
     with session.graph.as_default():
         moments = [layer.moments() for layer in layers]
         found = {variable.op.name: variable for variable in tf.global_variables() + tf.local_variables()}
-    variables = {name: found[name] for layer in layers for name in layer.variables}
+    # The forward pass itself may write some, inline updates of averages among them.
+    written = {op.name for op in map(written_variable, ancestors(moments)) if op is not None}
+    variables = {name: found[name] for name in found
+                 if name in written or any(name in layer.variables for layer in layers)}
     before = session.run(variables)
     try:
         values = _values(layers, _run(session, moments, num_batches, feed_dict))
     except Exception:
-        assign(session, [(variables[name], value) for name, value in before.items()])  # a layer may update its own inline
+        assign(session, [(variables[name], value) for name, value in before.items()])
         raise
     assign(session, [(variables[name], value) for name, value in dict(before, **values).items()])
     return values

@@ -73,6 +73,7 @@ class Meetings:
         self._flow_at = {}  # key -> the control flow that its first tower came in
         self._gradient_label = None
         self._num_gradient_passes = 0
+        self.gradient_checks = []  # functions of the list of ops that a gradient pass made
 
     def forward_place(self, tower, name, kind, dtypes, shapes):
         """Returns the `_Place` of a tower's next exchange; raises where it is not tower 0's exchange of that turn."""
@@ -125,11 +126,14 @@ class Meetings:
         outer, self._gradient_label = self._gradient_label, "pass %d" % self._num_gradient_passes
         label = self._gradient_label
         self._num_gradient_passes += 1
+        first_op = len(self.graph.get_operations())
         try:
             with differentiate():
                 yield
         finally:
             self._gradient_label = outer
+        for check in self.gradient_checks:
+            check(self.graph.get_operations()[first_op:])
         for key, arrivals in self._arrivals.items():
             if isinstance(key[-1], tuple) and key[-1][0] == label:
                 missing = [i for i in range(self.num_towers) if i not in arrivals]
@@ -296,6 +300,12 @@ def rewire(op, index, tensor):
 def run_after(op, earlier):
     """Makes an op that exists already run after the ops `earlier`."""
     op._add_control_inputs(list(earlier))  # pylint: disable=protected-access
+
+
+def wait_only_for(op, others):
+    """Makes an op that exists already wait for no ops but `others`, besides those that its inputs come from."""
+    op._remove_all_control_inputs()  # pylint: disable=protected-access
+    op._add_control_inputs(list(others))  # pylint: disable=protected-access
 
 
 def branch_of(op):

@@ -140,9 +140,10 @@ class _Creation:
 
 def _outside_of_tower(name, name_scope):
     """Returns a name without the tower's component of `name_scope`; the scope around the towers stays."""
-    if not name.startswith(name_scope):
-        return name
-    return name_scope[:name_scope.rstrip("/").rfind("/") + 1] + name[len(name_scope):]
+    outer = name_scope[:name_scope.rstrip("/").rfind("/") + 1]
+    if name.startswith(name_scope):
+        return outer + name[len(name_scope):]
+    return name.replace("/" + name_scope, "/" + outer, 1)  # an average's name, within a variable scope
 
 
 def _only_later(name, tower, nearest=None):

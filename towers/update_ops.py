@@ -139,7 +139,7 @@ def _warn_of_unreached(tower):
     for op in tower.ops:
         written = written_variable(op)
         if written is not None and written.name in variables and op not in initializers and not any(
-                tensor.op.type == "Placeholder" for tensor in op.inputs):  # an assignment of loaded weights
+                tensor.op.type in ("Placeholder", "RestoreV2") for tensor in op.inputs):  # an assignment of loaded weights
             writers.setdefault(written.name, []).append(op)
     # A Keras model calls its layers twice, once on placeholders: one of the two updates is enough.
     lost = [name for name, ops in writers.items() if not reached.intersection(ops)]
