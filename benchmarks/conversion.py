@@ -41,7 +41,7 @@ def main(argv=None):
 
 def _add_arguments(parser):
     parser.add_argument("--towers", type=positive_int, default=2, help="number of towers")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="images of each tower")
+    parser.add_argument("--batch-size", type=positive_int, default=32, help="images of each tower")
 
 
 def _make(model_fn, settings):

@@ -167,8 +167,9 @@ def _check_recomputed(made):
     """Raises where a gradient pass builds a batch norm anew."""
     for batch_norm in find_batch_norms(made, []):
         raise ValueError(
-            "convert_model: the batch norm %r is built anew while gradients are taken, as recompute_grad does: the towers can't meet "
-            "there, and local statistics would be wrong. Recompute only what stands between batch norms." % batch_norm.op.name)
+            "convert_model: the batch norm %r is built anew while gradients are taken, as recompute_grad does: the towers "
+            "can't meet there, and local statistics would be wrong. Recompute only what stands between batch norms."
+            % batch_norm.op.name)
 
 
 def _log(layers, num_found):
