@@ -74,16 +74,16 @@ def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_op
     size = max(len(leaf) for leaf in tf.nest.flatten(batch) if leaf.ndim)
     parts = _divide(batch, _check_sizes(sizes, size, num_towers))
 
-    def train(parts, devices, initial=None):
-        return _train(model_fn, parts, devices, initial, update_ops, steps, optimizer)
+    def train(alternatives, devices, initial=None):
+        return _train(model_fn, alternatives, devices, initial, update_ops, steps, optimizer)
 
-    one = train([batch], devices[:1])
-    several = train(parts, devices, one.initial)
+    one, *permuted = train([[batch]] + [[_permute(batch, size, seed)] for seed in range(_NUM_PERMUTATIONS)], devices[:1])
+    several, = train([parts], devices, one.initial)
     dtypes = {gradient.dtype for gradient in one.gradients.values()}
     if dtypes == {np.dtype(np.float64)}:
         bound = dict.fromkeys(("loss", "gradients", "variables"), 1e-9)
     else:
-        bound = _floor(train, batch, size, devices, one, np.finfo(max(dtypes, key=lambda d: np.finfo(d).eps)).eps)
+        bound = _floor(one, permuted, np.finfo(max(dtypes, key=lambda d: np.finfo(d).eps)).eps)
     found = _compare(one, several)
     wrong = ["%s by %.2g (%s), allowed %.2g" % (name, found[name][0], found[name][1], bound[name])
              for name in bound if not found[name][0] <= bound[name]]
@@ -107,33 +107,45 @@ def _divide(batch, sizes):
             for n, end in zip(sizes, ends)]
 
 
-def _train(model_fn, parts, devices, initial, update_ops, steps, optimizer):
+def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimizer):
+    """Trains on each of several divided batches of the same shapes, from the same variables; returns a list of `_Trained`."""
     with tf.Graph().as_default():
         tf.set_random_seed(0)
-        replicas = TowerBuilder(devices).build(model_fn, PerTower(parts))
+        given = [tf.nest.map_structure(lambda leaf: tf.placeholder(leaf.dtype, leaf.shape) if leaf.ndim else leaf, part)
+                 for part in alternatives[0]]
+        replicas = TowerBuilder(devices).build(model_fn, PerTower(given))
         made = optimizer()
         grads = average_gradients(compute_gradients(replicas, made), collect_update_ops(replicas, update_ops),
                                   replicas.aggregation_device)
         train_op = made.apply_gradients(grads)
         dense = {variable.op.name: tf.convert_to_tensor(gradient) for gradient, variable in grads}
         variables = {variable.op.name: variable for variable in tf.global_variables()}
+        initializers, trained = [tf.global_variables_initializer(), tf.local_variables_initializer()], []
         with tf.Session(config=session_config(devices)) as session:
-            session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
-            assign(session, [(variables[name], value) for name, value in (initial or {}).items()])
-            before = session.run(variables)
-            ran = [session.run([replicas.loss, dense, train_op])[:2] for _ in range(steps)]
-            after = session.run(variables)
-    return _Trained(np.array([loss for loss, _ in ran]),
-                    {name: np.array([gradients[name] for _, gradients in ran]) for name in dense}, before, after)
+            session.run(initializers)
+            before = dict(session.run(variables), **(initial or {}))
+            for parts in alternatives:
+                session.run(initializers)
+                assign(session, [(variables[name], value) for name, value in before.items()])
+                feeds = {tensor: leaf for tensor, leaf in zip(tf.nest.flatten(given), tf.nest.flatten(parts)) if leaf.ndim}
+                ran = [session.run([replicas.loss, dense, train_op], feeds)[:2] for _ in range(steps)]
+                trained.append(_Trained(
+                    np.array([loss for loss, _ in ran]),
+                    {name: np.array([gradients[name] for _, gradients in ran]) for name in dense}, before,
+                    session.run(variables)))
+    return trained
 
 
-def _floor(train, batch, size, devices, one, smallest):
+def _permute(batch, size, seed):
+    order = np.random.RandomState(seed).permutation(size)
+    return tf.nest.map_structure(lambda leaf: leaf[order] if leaf.ndim else leaf, batch)
+
+
+def _floor(one, permuted, smallest):
     """Returns three times how far one tower is from itself when its batch is permuted; at least the dtype's rounding."""
     floor = dict.fromkeys(("loss", "gradients", "variables"), smallest)
-    for seed in range(_NUM_PERMUTATIONS):
-        order = np.random.RandomState(seed).permutation(size)
-        permuted = tf.nest.map_structure(lambda leaf: leaf[order] if leaf.ndim else leaf, batch)
-        for name, (difference, _) in _compare(one, train([permuted], devices[:1], one.initial)).items():
+    for other in permuted:
+        for name, (difference, _) in _compare(one, other).items():
             floor[name] = max(floor[name], difference)
     return {name: 3 * difference for name, difference in floor.items()}
 
