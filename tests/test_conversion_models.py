@@ -20,7 +20,8 @@ SIZES = {2: [3, 4], 3: [1, 4, 2]}
 
 needs_contrib = pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
 needs_keras_2 = pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no Keras 2")
-# They take minutes, and what is found in them does not depend on the rest.
+# They take minutes, and what is found in them does not depend on the rest. TensorFlow 2.21 itself crashes in a step of
+# `layers_resnet`, without towers too, unless TF_ENABLE_ONEDNN_OPTS=0.
 in_one_lane_each = pytest.mark.skipif(
     not tf.__version__.startswith(("1.15", "2.15")) or os.environ.get("TOWERS_TEST_BEHAVIOUR") == "graph",
     reason="whole models run once on TensorFlow 1.15 and once on 2.15")
@@ -47,9 +48,8 @@ def slim_inception(images, labels):
     from tensorflow.contrib import slim
     from tensorflow.contrib.slim import nets
     with slim.arg_scope(nets.inception.inception_v3_arg_scope()):
-        logits, _ = nets.inception.inception_v3(images, CLASSES, is_training=True, create_aux_logits=False,
-                                                dropout_keep_prob=1.0)
-    return cross_entropy(logits, labels)
+        logits, ends = nets.inception.inception_v3(images, CLASSES, is_training=True, dropout_keep_prob=1.0)
+    return cross_entropy(logits, labels) + 0.4 * cross_entropy(ends["AuxLogits"], labels)
 
 
 def keras_model(name, pixels):
@@ -124,7 +124,7 @@ def test_slim_resnet_50_trains_as_one_tower_does(num_towers):
 @needs_contrib
 @pytest.mark.parametrize("num_towers", [2, 3])
 def test_slim_inception_v3_trains_as_one_tower_does(num_towers):
-    assert len(assert_converted_trains_as_one(slim_inception, batch_of(80, np.float32), num_towers, "fused")) == 94
+    assert len(assert_converted_trains_as_one(slim_inception, batch_of(107, np.float32), num_towers, "fused")) == 96
 
 
 @needs_keras_2
@@ -150,6 +150,7 @@ def test_fused_layers_of_a_keras_application_train_as_one_tower_does_and_unconve
 
 
 @needs_keras_2
+@in_one_lane_each
 @pytest.mark.parametrize("num_towers", [2, 3])
 @pytest.mark.parametrize("dtype, kind", [(np.float32, "fused"), (np.float64, "moments")])
 def test_a_resnet_of_tf_layers_trains_as_one_tower_does(num_towers, dtype, kind):
