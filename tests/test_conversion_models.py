@@ -16,12 +16,13 @@ from towers.testing import assert_equals_one_batch
 
 IS_TF1 = tf.__version__.startswith("1.")
 CLASSES = 10
-SIZES = {2: [3, 4], 3: [1, 4, 2]}
+# oneDNN's gradients of a 1 x 1 convolution with stride 2 write past their memory for 7, 11 or 13 images, in TensorFlow 2.15 and
+# 2.21, without towers too: TensorFlow aborts or hangs. They do not for these sizes, nor for 8.
+SIZES = {2: [3, 5], 3: [1, 4, 3]}
 
 needs_contrib = pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
 needs_keras_2 = pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no Keras 2")
-# They take minutes, and what is found in them does not depend on the rest. TensorFlow 2.21 itself crashes in a step of
-# `layers_resnet`, without towers too, unless TF_ENABLE_ONEDNN_OPTS=0.
+# They take minutes, and what is found in them does not depend on the rest.
 in_one_lane_each = pytest.mark.skipif(
     not tf.__version__.startswith(("1.15", "2.15")) or os.environ.get("TOWERS_TEST_BEHAVIOUR") == "graph",
     reason="whole models run once on TensorFlow 1.15 and once on 2.15")
@@ -29,7 +30,7 @@ in_one_lane_each = pytest.mark.skipif(
 
 def batch_of(pixels, dtype):
     rng = np.random.RandomState(0)
-    return rng.randn(7, pixels, pixels, 3).astype(dtype), rng.randint(0, CLASSES, 7).astype(np.int32)
+    return rng.randn(8, pixels, pixels, 3).astype(dtype), rng.randint(0, CLASSES, 8).astype(np.int32)
 
 
 def cross_entropy(logits, labels):
