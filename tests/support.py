@@ -3,6 +3,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import towers
+from towers.assignment import assign
 
 
 def has_tf_layers():
@@ -38,9 +39,7 @@ def run(fetches, feed_dict=None):
 
 def set_variables(made, values):
     """Gives variables, by name, the values of a dict."""
-    for variable in tf.global_variables():
-        if variable.op.name in values:
-            made.run(variable.initializer, {variable.initializer.inputs[1]: values[variable.op.name]})
+    assign(made, [(variable, values[variable.op.name]) for variable in tf.global_variables() if variable.op.name in values])
 
 
 def train_plainly(loss, optimizer, steps):

@@ -13,8 +13,8 @@ import tensorflow.compat.v1 as tf
 from towers.context import current_tower
 from towers.exchange import TowerMismatchError, forward_op_of
 from tf_syncbn.dependence import find_statistics
-from tf_syncbn.detection import find_batch_norms, find_hidden, find_suspects, is_fused, is_training
-from tf_syncbn.replacement import Added, Replacement, relative, remember_unreplaced
+from tf_syncbn.detection import find_batch_norms, find_hidden, is_fused, is_training
+from tf_syncbn.replacement import Added, Replacement, remember_unreplaced
 
 __all__ = ["ConvertedLayer", "convert_model"]
 
@@ -127,9 +127,9 @@ def _find(added, batch, outputs, only, tower):
             "convert_model: %s contains a batch norm in training mode, and towers can't meet in a function, loop or branch of "
             "TensorFlow 2. Give the layer `training` as a bool, call the model without tf.function, or call "
             "tf.disable_control_flow_v2() when the program starts."
-            % ", ".join(repr(relative(op.name, tower)) for op in hidden))
-    found = find_batch_norms(ops, batch)
-    suspects = ", ".join(repr(_scope_of(op, tower)) for op in find_suspects(ops, batch, found))
+            % ", ".join(repr(tower.relative(op.name)) for op in hidden))
+    found, suspects = find_batch_norms(ops, batch)
+    suspects = ", ".join(repr(_scope_of(op, tower)) for op in suspects)
     if found and suspects and tower.is_first:
         warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
                       "tower: %s. %s" % (suspects, _MEND), stacklevel=4)
@@ -165,7 +165,7 @@ def _check(batch_norms, scopes, made):
 
 def _check_recomputed(made):
     """Raises where a gradient pass builds a batch norm anew."""
-    for batch_norm in find_batch_norms(made, []):
+    for batch_norm in find_batch_norms(made, [])[0]:
         raise ValueError(
             "convert_model: the batch norm %r is built anew while gradients are taken, as recompute_grad does: the towers "
             "can't meet there, and local statistics would be wrong. Recompute only what stands between batch norms."
@@ -179,5 +179,5 @@ def _log(layers, num_found):
 
 def _scope_of(op, tower):
     """Returns the name scope of the layer that made `op`, relative to the tower; the name of `op` where it has none."""
-    name = relative(op.name, tower)
+    name = tower.relative(op.name)
     return _ENDINGS.sub("", "/" + name.rpartition("/")[0])[1:] or name

@@ -12,8 +12,10 @@ _READS = ("Identity", "ReadVariableOp", "Enter", "Switch", "RefSwitch", "Cast")
 
 
 def depend_on_data(ops, batch):
-    """Returns those of `ops` that depend on tensors of `batch`, a list, on placeholders, on random draws, or on what was made
-    before `ops` and is no variable."""
+    """Returns those of `ops` that depend on data, a set.
+
+    Data are the tensors of `batch`, placeholders, random draws, and what was made before `ops` and is no variable.
+    """
     made, of_data = set(ops), {tensor.op for tensor in batch}
     for op in _sorted(ops):
         sources = [tensor.op for tensor in op.inputs]
@@ -24,7 +26,7 @@ def depend_on_data(ops, batch):
 
 
 def depend_on_variables(ops):
-    """Returns those of `ops` that depend on variables."""
+    """Returns those of `ops` that depend on variables, a set."""
     made, of_variables = set(ops), set()
     for op in _sorted(ops):
         if op.type in _VARIABLES or any(

@@ -11,8 +11,7 @@ import tensorflow.compat.v1 as tf
 from towers.exchange import branch_of, control_flow_now, control_flow_of
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
 
-__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "find_suspects", "has_update_inside", "is_fused", "is_training",
-           "outside_of_branch"]
+__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "has_update_inside", "is_fused", "is_training", "outside_of_branch"]
 
 _FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -21,7 +20,7 @@ _MOVED = ("Switch", "RefSwitch")
 _DIFFERENCES = ("Sub", "SquaredDifference")
 # What a vector of moments goes through, unchanged or a little, on its way to the square root.
 _SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
-_CHOSEN = ("Switch", "RefSwitch", "Merge", "Select", "SelectV2") + _BRANCHES
+_CHOSEN = _MOVED + ("Merge", "Select", "SelectV2") + _BRANCHES
 _SHIFTED = ("Add", "AddV2", "Mul", "RealDiv", "Maximum", "BiasAdd")
 
 
@@ -71,7 +70,7 @@ def is_training(op):
 
 
 def find_batch_norms(ops, batch):
-    """Finds the batch norms in training mode among ops.
+    """Finds the batch norms in training mode among ops, and what looks like one.
 
     Args:
       ops: list of operations, in the order in which they were made.
@@ -79,35 +78,23 @@ def find_batch_norms(ops, batch):
         do, is alike in all towers and no batch norm.
 
     Returns:
-      A list of `BatchNorm`, in the order of the ops.
+      batch_norms: list of `BatchNorm`, in the order of the ops.
+      suspects: list of the square root ops that divide by a standard deviation over examples and belong to none of them.
     """
-    made, is_of_weights = set(ops), _tell_weights(ops, batch)
+    of_data, of_variables = depend_on_data(ops, batch), depend_on_variables(ops)
+    made, of_weights = set(ops), of_variables - of_data
     found = []
     for op in ops:
         if is_fused(op) and is_training(op):
             if not _has_examples_as_channels(op):
                 found.append(_fused(op))
-        elif op.type == "Mean" and not is_of_weights(op):
+        elif op.type == "Mean" and op not in of_weights:
             batch_norm = _moments(op, made)
             if batch_norm is not None:
                 found.append(batch_norm)
-    return found
-
-
-def find_suspects(ops, batch, batch_norms):
-    """Returns ops that divide by a standard deviation over examples, as no batch norm in `batch_norms` does.
-
-    Args:
-      ops, batch: see `find_batch_norms`.
-      batch_norms: list of `BatchNorm`, what `find_batch_norms` returned.
-
-    Returns:
-      A list of square root ops.
-    """
-    known = set(root for batch_norm in batch_norms if batch_norm.means for root in _roots(batch_norm.op))
-    is_of_weights = _tell_weights(ops, batch)
-    return [op for op in ops if op.type in _ROOTS and op not in known
-            and any(_reduces_examples(source) and not is_of_weights(source) for source in _sources(op))]
+    known = set(root for batch_norm in found if batch_norm.means for root in _roots(batch_norm.op))
+    return found, [op for op in ops if op.type in _ROOTS and op not in known
+                   and any(_kept_axes(source) and source not in of_weights for source in _sources(op))]
 
 
 def find_hidden(ops):
@@ -264,14 +251,19 @@ def _base_of_square(op):
     return None
 
 
-def _kept_axis(op):
-    """Returns the one axis that a reduction over examples keeps, or None."""
-    rank = op.inputs[0].shape.rank
-    axes = tf.get_static_value(op.inputs[1])
+def _kept_axes(op):
+    """Returns the axes that a reduction over examples keeps, a set, or None where it is over something else or unknown."""
+    rank, axes = op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
     if rank is None or axes is None:
         return None
     kept = set(range(rank)) - {int(axis) % rank for axis in axes.reshape([-1])}
-    return kept.pop() if len(kept) == 1 and 0 not in kept and rank > 1 else None
+    return kept if rank and 0 not in kept else None
+
+
+def _kept_axis(op):
+    """Returns the one axis that a reduction over examples keeps, or None."""
+    kept = _kept_axes(op)
+    return kept.pop() if kept is not None and len(kept) == 1 else None
 
 
 def _unchanged(op):
@@ -306,18 +298,3 @@ def _sources(op):
                 elif tensor.op.type in _SAME_VALUE + _CHOSEN + _SHIFTED + _DIFFERENCES + ("Square", "DivNoNan", "IdentityN"):
                     stack.append(tensor.op)
     return sources
-
-
-def _reduces_examples(op):
-    """Tells whether a reduction is over axis 0 and leaves more than one number."""
-    rank, axes = op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
-    if not rank or axes is None:
-        return False
-    axes = {int(axis) % rank for axis in axes.reshape([-1])}
-    return 0 in axes and len(axes) < rank
-
-
-def _tell_weights(ops, batch):
-    """Returns a function that tells whether an op depends on variables and on no data."""
-    of_data, of_variables = depend_on_data(ops, batch), depend_on_variables(ops)
-    return lambda op: op in of_variables and op not in of_data

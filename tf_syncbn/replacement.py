@@ -15,7 +15,7 @@ from tf_syncbn.moments import unpack
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
 
-__all__ = ["Added", "Replacement", "relative", "remember_unreplaced"]
+__all__ = ["Added", "Replacement", "remember_unreplaced"]
 
 
 class Added:
@@ -49,11 +49,6 @@ def _op(item):
     """Returns the op of a tensor, variable or op; None for anything else that a collection may hold."""
     op = getattr(item, "op", item)
     return op if isinstance(op, tf.Operation) else None
-
-
-def relative(name, tower):
-    """Returns a name without its tower."""
-    return name[len(tower.name_scope):] if name.startswith(tower.name_scope) else name
 
 
 def remember_unreplaced(batch_norms, scopes, statistics, tower):
@@ -206,7 +201,7 @@ class Replacement:
             if self._statistics.get(op) and has_update_inside(op):
                 raise ValueError("convert_model: %r updates moving averages inside a tf.cond that the output waits for. Give the "
                                  "layer `training` as a bool, or call tf.disable_control_flow_v2() when the program starts."
-                                 % relative(op.name, self._tower))
+                                 % self._tower.relative(op.name))
 
     def _read_before_updates(self, outputs):
         """Lets tower 0's updates wait until this tower has read the averages too, as batch renormalization does."""

@@ -65,7 +65,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     elif how.group_size is not None:
         place, used, whole = _meet(packed, merged, results, tower)
     else:
-        place, used = _meet(packed, lambda per_tower: [row[:1] for row in merged(per_tower)], results[:1], tower)
+        place, used = _meet(packed, _whole, results[:1], tower)
         whole = used
     if training is not None:
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
@@ -88,7 +88,7 @@ def moments_over_towers(x, axis, tower):
     """
     packed = call(local_moments, x, None, axis=axis, sums_by=_fastest(x, axis, None, tower)[0])
     results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
-    place, whole = _meet(packed, lambda per_tower: [row[:1] for row in _merged(None)(per_tower)], results, tower)
+    place, whole = _meet(packed, _whole, results, tower)
     with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncMoments"}):
         whole, _ = outputs = tf.identity_n([whole, x], name="with_gradient")
     remember_place(outputs[0].op, place, axis)
@@ -113,6 +113,11 @@ def _merged(group_size):
         *groups, whole = call(merge_groups, *packed, group_size=size)
         return [[groups[i // size], whole] for i in range(len(packed))]
     return aggregate
+
+
+def _whole(per_tower):
+    """An aggregate for an exchange: for each tower, the moments of all of them."""
+    return [[whole] for _, whole in _merged(None)(per_tower)]
 
 
 def _meet(packed, aggregate, results, tower):

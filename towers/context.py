@@ -45,6 +45,10 @@ class TowerContext:
         """True in tower 0, which makes what is needed once a step: variables, summaries, shared updates."""
         return self.index == 0
 
+    def relative(self, name):
+        """Returns the name of an op or scope without the tower's."""
+        return name[len(self.name_scope):] if name.startswith(self.name_scope) else name
+
     def add_update(self, op, shared=False):
         """Adds an op that a training step has to run to `tf.GraphKeys.UPDATE_OPS`.
 

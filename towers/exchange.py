@@ -229,8 +229,7 @@ def next_place(kind, contributions, shapes=None):
       shapes: list of `tf.TensorShape` that have to be compatible with tower 0's; None is the contributions' own.
     """
     tower = current_tower()
-    scope = tf.get_default_graph().get_name_scope() + "/"
-    name = scope[len(tower.name_scope):] if scope.startswith(tower.name_scope) else scope
+    name = tower.relative(tf.get_default_graph().get_name_scope() + "/")
     return tower.meetings.forward_place(tower.index, name.rstrip("/"), kind, [c.dtype.base_dtype for c in contributions],
                                         shapes or [c.shape for c in contributions])
 
