@@ -12,6 +12,7 @@ __all__ = ["accumulator", "add_along", "along", "channel_sums", "local_moments",
 
 _BLOCK = 256  # rows summed at a time
 _SAMPLE = 16  # one row in so many is enough for a first mean
+_FEW = 128  # rows that are taken whole: to choose among them takes longer
 
 
 def accumulator(dtype):
@@ -142,7 +143,7 @@ def _first_mean(x, axis, sums_by):
     """Returns the mean of a sample of `x`, near enough to its mean to take differences from."""
     sample = _rows(x) if axis == x.shape.rank - 1 else x
     count = tf.dimension_value(sample.shape[0])
-    if axis and (count is None or count >= _SAMPLE * _BLOCK or sample is x):
+    if axis and (count is None or count >= _FEW or sample is x):
         sample = sample[:((tf.shape(sample)[0] if count is None else count) + _SAMPLE - 1) // _SAMPLE]
     sample_axis = axis if sample.shape.rank == x.shape.rank else 1
     size = _count(sample, sample_axis, None)
