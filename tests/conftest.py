@@ -1,7 +1,7 @@
 """Every test gets a fresh graph and seeds; the tests run under one behaviour of TensorFlow at a time.
 
 TOWERS_TEST_BEHAVIOUR chooses it: "v1" (the default) is `disable_v2_behavior()`, with ref variables and control flow v1;
-"graph" is `disable_eager_execution()` alone, with resource variables and control flow v2 on TensorFlow 2.
+"graph" is `disable_eager_execution()` alone, with resource variables, and with control flow v2 on TensorFlow 2.
 """
 import importlib.util
 import os
@@ -20,6 +20,7 @@ BEHAVIOUR = os.environ.get("TOWERS_TEST_BEHAVIOUR", "v1")
 
 if BEHAVIOUR == "graph":
     tf.disable_eager_execution()
+    tf.enable_resource_variables()  # TensorFlow 2's default
 else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

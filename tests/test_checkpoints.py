@@ -224,6 +224,11 @@ def test_optimizer_slots_go_with_their_variable(tmp_path):
         assignment_map(path)
 
 
+def test_a_graph_without_variables_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="The graph has no variables yet to take the checkpoint '.*model': build"):
+        assignment_map(write(tmp_path / "model", floats("w")))
+
+
 def test_missing_and_untaken_names_are_listed(tmp_path, monkeypatch):
     logged = []
     monkeypatch.setattr(tf.logging, "info", lambda message, *args: logged.append(message % args))

@@ -239,21 +239,38 @@ def test_tf_layers_train_as_one_tower_does(kwargs, shape, kind, update_ops):
 
 
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
-def test_tf_layers_whose_mode_is_fed_train_as_one_tower_does_and_freeze():
+@pytest.mark.parametrize("kwargs, shape, kind", [
+    ({}, [7, 5, 4, 3], "fused in tf.cond"), ({"fused": False}, [7, 5, 4, 3], "moments"), ({}, [7, 3], "moments"),
+    ({"fused": False, "renorm": True, "renorm_momentum": 0.8}, [7, 5, 4, 3], "moments")])
+@pytest.mark.parametrize("mode", [True, False])
+def test_tf_layers_whose_mode_is_fed_train_as_one_tower_does_and_freeze(kwargs, shape, kind, mode):
     def model_fn(x):
         training = tf.placeholder_with_default(mode, [], name="training")
         x *= tf.get_variable("scale", [3], tf.float32, tf.constant_initializer(1.3))
-        y = tf.layers.batch_normalization(x, training=training, momentum=0.9, name="bn")
+        y = tf.layers.batch_normalization(x, training=training, momentum=0.9, name="bn", **kwargs)
         return tf.reduce_mean(tf.square(tf.sin(y) - 0.3 * x))
 
-    for mode in (True, False):
-        converted = tf_syncbn.convert_model(model_fn)
-        if tf.control_flow_v2_enabled():
-            with pytest.raises(ValueError, match="'bn/cond.*' contains a batch norm in training mode"):
-                build(converted, batch_of([7, 5, 4, 3]))
-            return
-        assert_equals_one_batch(converted, batch_of([7, 5, 4, 3]), num_towers=3, sizes=SIZES)
-        assert [layer.kind for layer in converted.converted] == ["fused in tf.cond"]
+    converted = tf_syncbn.convert_model(model_fn)
+    if tf.control_flow_v2_enabled() and kind == "fused in tf.cond":
+        with pytest.raises(ValueError, match="'bn/cond.*' contains a batch norm in training mode"):
+            build(converted, batch_of(shape))
+        return
+    assert_equals_one_batch(converted, batch_of(shape), num_towers=3, sizes=SIZES)
+    assert [layer.kind for layer in converted.converted] == [kind]
+
+
+@pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
+@pytest.mark.parametrize("kwargs", [{}, {"fused": False}, {"updates_collections": None},
+                                    {"fused": False, "updates_collections": None}])
+@pytest.mark.parametrize("mode", [True, False])
+def test_contrib_layers_whose_mode_is_fed_train_as_one_tower_does_and_freeze(kwargs, mode):
+    def model_fn(x):
+        from tensorflow.contrib import layers
+        x *= tf.get_variable("scale", [3], tf.float32, tf.constant_initializer(1.3))
+        y = layers.batch_norm(x, decay=0.9, is_training=tf.placeholder_with_default(mode, []), scope="bn", **kwargs)
+        return tf.reduce_mean(tf.square(tf.sin(y) - 0.3 * x))
+
+    assert_equals_one_batch(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]), num_towers=3, sizes=SIZES)
 
 
 @pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
@@ -379,6 +396,19 @@ def in_inference_mode(x, name="bn"):
 def test_inference_mode_alone_is_an_error_where_towers_train():
     with pytest.raises(ValueError, match="no batch norm in training mode.*and 1 fused ones in inference mode"):
         build(tf_syncbn.convert_model(in_inference_mode), batch_of([7, 5, 4, 3]))
+
+
+def test_layers_that_are_synced_already_are_named_where_nothing_is_to_convert():
+    with pytest.raises(ValueError, match="no batch norm in training mode.*, besides 1 of sync_batch_norm, which need no conv"):
+        build(tf_syncbn.convert_model(lambda x: tf.reduce_mean(tf_syncbn.sync_batch_norm(x))), batch_of([7, 3]))
+
+
+@pytest.mark.parametrize("only, error, message", [
+    ("bn(", ValueError, r"`only` is no regular expression: 'bn\(', missing \)"),
+    (["bn"], TypeError, r"`only` has to be a pattern, or a function of a scope, not \['bn'\]")])
+def test_what_can_not_choose_is_refused(only, error, message):
+    with pytest.raises(error, match=message):
+        tf_syncbn.convert_model(model_of(fused), only=only)
 
 
 def test_a_model_that_is_evaluated_has_nothing_to_convert():

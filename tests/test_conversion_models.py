@@ -116,6 +116,7 @@ def keras_dtype():
 
 
 @needs_contrib
+@in_one_lane_each
 @pytest.mark.parametrize("num_towers", [2, 3])
 def test_slim_resnet_50_trains_as_one_tower_does(num_towers):
     layers = assert_converted_trains_as_one(slim_resnet, batch_of(32, np.float32), num_towers, "fused")
@@ -123,6 +124,7 @@ def test_slim_resnet_50_trains_as_one_tower_does(num_towers):
 
 
 @needs_contrib
+@in_one_lane_each
 @pytest.mark.parametrize("num_towers", [2, 3])
 def test_slim_inception_v3_trains_as_one_tower_does(num_towers):
     assert len(assert_converted_trains_as_one(slim_inception, batch_of(107, np.float32), num_towers, "fused")) == 96

@@ -237,4 +237,4 @@ def test_current_tower_is_restored_after_an_error():
 def test_behaviour_is_the_one_asked_for():
     v = tf.get_variable("v", [])
     is_resource = v.op.type == "VarHandleOp"
-    assert is_resource == (BEHAVIOUR == "graph" and not tf.__version__.startswith("1."))
+    assert is_resource == (BEHAVIOUR == "graph")

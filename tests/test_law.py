@@ -140,6 +140,25 @@ def test_assertion_fails_where_averaging_counts_uneven_towers_alike():
         assert_equals_one_batch(model, (np.random.RandomState(0).randn(8, 3),), 2, [7, 1])
 
 
+@pytest.mark.parametrize("draw", [lambda y: tf.nn.dropout(y, rate=0.5), lambda y: y + tf.random.normal([3])])
+def test_assertion_refuses_models_that_draw_at_random(draw):
+    def model(x):
+        return tf.reduce_mean(draw(x * tf.get_variable("w", [3], initializer=tf.random_uniform_initializer())))
+
+    with pytest.raises(ValueError, match="model draws at random, so no two trainings of it are alike: 'tower_0/.*andom"):
+        assert_equals_one_batch(model, (np.ones([8, 3], np.float32),), 2)
+
+
+@pytest.mark.parametrize("function, what", [
+    (lambda y: tf.log(-1 - y * y), "the loss:"), (lambda y: 1e30 * y * y, "w"), (lambda y: tf.sqrt(y - y), "w")])
+def test_assertion_refuses_trainings_that_come_to_infinity_or_nan(function, what):
+    def model(x):
+        return tf.reduce_mean(function(x * tf.get_variable("w", [3], initializer=tf.ones_initializer())))
+
+    with pytest.raises(ValueError, match="One tower alone.* comes to infinity or NaN in .*%s" % what):
+        assert_equals_one_batch(model, (np.ones([8, 3], np.float32),), 2)
+
+
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"2 numbers that sum to the batch of 4, not \[1, 1\]"):
         assert_equals_one_batch(lambda x: x, (np.zeros([4, 1]),), 2, [1, 1])

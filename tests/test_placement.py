@@ -16,6 +16,7 @@ from tests.support import cpus
     ([0, 1], TypeError, "named by a string"),
     (["gpu zero"], ValueError, "no device"),
     (["/job:worker"], ValueError, "names no device"),
+    (["cpu:0"], ValueError, "'cpu:0' names no device; '/gpu:0' and '/cpu:0' do"),
 ])
 def test_bad_devices_are_refused(devices, error, message):
     with pytest.raises(error, match=message):

@@ -162,6 +162,24 @@ def test_update_op_inside_cond_is_refused_by_name():
         collect_update_ops(replicas)
 
 
+def test_an_update_that_is_the_result_of_a_cond_runs_where_the_cond_says():
+    def model(x):
+        moving = tf.get_variable("moving", [4], initializer=tf.zeros_initializer(), trainable=False)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.cond(
+            flag, lambda: tf.identity(tf.assign_add(moving, tf.ones([4]))), lambda: tf.identity(moving)))
+        return tf.reduce_mean(x * tf.get_variable("w", [4]))
+
+    flag = tf.placeholder(tf.bool, [])
+    replicas = build(model, (X,), 2)
+    with pytest.raises(ValueError, match="can't run one after the other: 'tower_0/.*cond.*' stands inside a tf.cond."):
+        collect_update_ops(replicas, "all")
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "first")
+    with session() as made:
+        for value, wanted in ((True, 1), (False, 1), (True, 2)):
+            made.run(train_op, {flag: value})
+            np.testing.assert_array_equal(made.run(tf.global_variables()[0]), [wanted] * 4)
+
+
 def test_updates_that_the_outputs_wait_for_can_not_be_ordered_and_are_refused():
     def model(x):
         loss = ordinary(False)(x)

@@ -118,7 +118,7 @@ def sync_batch_norm(
                        variable(True, "renorm_mean", moving_mean_initializer),
                        variable(True, "renorm_stddev", stddev_initializer)]
         gamma, beta, mean, variance = (  # a custom getter may hand out float16
-            v if v is None else tf.cast(v, dtype) for v in [gamma, beta] + moving[:2])
+            v if v is None else tf.cast(tf.convert_to_tensor(v), dtype) for v in [gamma, beta] + moving[:2])
         if training is False:
             return tf.identity(normalize(inputs, mean, variance, gamma, beta, epsilon, axis), name="output")
 

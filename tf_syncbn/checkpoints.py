@@ -47,12 +47,14 @@ def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False
       A dict {name in the checkpoint: variable}.
 
     Raises:
-      ValueError: listing the variables that the checkpoint lacks, all of them with `ignore_missing`; for a name of another
-        shape or dtype than its variable; for a variable that may take several names, and a name that several may take; for
-        a pattern that matches no scope; for a checkpoint that can't be read.
+      ValueError: if there are no variables; listing those that the checkpoint lacks, all of them with `ignore_missing`; for a
+        name of another shape or dtype than its variable; for a variable that may take several names, and a name that several
+        may take; for a pattern that matches no scope; for a checkpoint that can't be read.
     """
     checkpoint = _read(checkpoint)
     variables = tf.global_variables() if variables is None else list(variables)
+    if not variables:
+        raise ValueError("The graph has no variables yet to take the checkpoint %r: build the model first." % checkpoint.prefix)
     found = _match(checkpoint, variables, scopes)
     missing = [v.op.name for v in variables if v.op.name not in found]
     left = sorted(set(checkpoint.shapes) - set(found.values()))

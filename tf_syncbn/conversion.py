@@ -14,6 +14,7 @@ from towers.context import current_tower
 from towers.exchange import TowerMismatchError, forward_op_of
 from tf_syncbn.dependence import find_statistics
 from tf_syncbn.detection import find_batch_norms, find_hidden, is_fused, is_training
+from tf_syncbn.moving_averages import averaged_layers
 from tf_syncbn.replacement import Added, Replacement, remember_unreplaced
 
 __all__ = ["ConvertedLayer", "convert_model"]
@@ -77,7 +78,7 @@ def convert_model(model_fn, only=None):
     if not callable(model_fn):
         raise TypeError("model_fn has to be a model function, not %r." % (model_fn,))
     if only is not None and not callable(only):
-        only = re.compile(only).search
+        only = _search(only)
     # Of tower 0: whether each batch norm is converted, since Keras numbers its layers on through the towers; and which ops
     # write the averages, by the names of variables.
     chosen, writers = [], {}
@@ -118,6 +119,15 @@ def convert_model(model_fn, only=None):
     return converted
 
 
+def _search(only):
+    try:
+        return re.compile(only).search
+    except TypeError as error:
+        raise TypeError("`only` has to be a pattern, or a function of a scope, not %r." % (only,)) from error
+    except re.error as error:
+        raise ValueError("`only` is no regular expression: %r, %s." % (only, error)) from error
+
+
 def _find(added, batch, outputs, only, tower):
     """Returns the batch norms that the outputs need, and their scopes; refuses hidden ones, warns of unknown ones."""
     ops = added.needed(outputs)
@@ -137,11 +147,12 @@ def _find(added, batch, outputs, only, tower):
         if suspects:
             raise ValueError("convert_model found no batch norm of a kind that it knows; what looks like one is %s. %s"
                              % (suspects, _MEND))
-        frozen = sum(is_fused(op) and not is_training(op) for op in ops)
+        synced, frozen = len(averaged_layers(added.graph, tower)), sum(is_fused(op) and not is_training(op) for op in ops)
         raise ValueError(
-            "convert_model found no batch norm in training mode in what the model function returned%s. Is `training` True "
+            "convert_model found no batch norm in training mode in what the model function returned%s%s. Is `training` True "
             "where the layers are called, and does the loss depend on them?"
-            % (", and %d fused ones in inference mode" % frozen if frozen else ""))
+            % (", and %d fused ones in inference mode" % frozen if frozen else "",
+               ", besides %d of sync_batch_norm, which need no conversion" % synced if synced else ""))
     return found, [_scope_of(batch_norm.op, tower) for batch_norm in found]
 
 

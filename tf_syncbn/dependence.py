@@ -3,7 +3,6 @@
 What is computed of the whole batch's moments alone is the same in every tower, so its update of a variable is one that all
 towers share.
 """
-from towers.graph_walk import written_variable
 
 __all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates"]
 
@@ -74,24 +73,26 @@ def find_statistics(ops, batch, batch_norms):
         elif op.type == "ReadVariableOp":  # what was written before
             known += [(found[c][0], False) for c in op.control_inputs if c in found]
         sources = frozenset(source for of_input, _ in known for source in of_input)
-        has_data = any(is_data for _, is_data in known) if tensors or op.type == "NoOp" else op in of_data
+        has_data = any(is_data for _, is_data in known) if tensors or op.type == "NoOp" else (
+            op in of_data and not _is_of_variables(op))
         found[op] = sources, has_data
     return {op: sources for op, (sources, has_data) in found.items() if not has_data}
 
 
-def find_updates(ops, statistics):
+def find_updates(ops, statistics, writes):
     """Returns those ops that write what is computed of moments into a variable, or are computed of what was written; a set.
 
     Args:
       ops: list of operations.
       statistics: what `find_statistics` returned.
+      writes: a function of an op that tells whether it writes a variable.
     """
     updates = set()
     for op in _sorted(ops):
         if statistics.get(op):
             sources = [tensor.op for tensor in op.inputs]
             sources += op.control_inputs if op.type in ("NoOp", "ReadVariableOp") else []
-            if written_variable(op) is not None or any(source in updates for source in sources):
+            if writes(op) or any(source in updates for source in sources):
                 updates.add(op)
     return updates
 

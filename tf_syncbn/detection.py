@@ -11,7 +11,8 @@ import tensorflow.compat.v1 as tf
 from towers.exchange import branch_of, control_flow_now, control_flow_of
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
 
-__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "has_update_inside", "is_fused", "is_training", "outside_of_branch"]
+__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "is_fused", "is_training", "outside_of_branch",
+           "updated_inside"]
 
 _FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -107,9 +108,11 @@ def find_hidden(ops):
         node.op in _FUSED and node.attr["is_training"].b or _computes_variance(node, nodes) for node in nodes))
 
 
-def has_update_inside(op):
-    """Tells whether a tf.cond of control flow 2 writes a variable."""
-    return op.type in _BRANCHES and bool(_calls_of([op], lambda nodes: any(node.op.startswith("Assign") for node in nodes)))
+def updated_inside(op):
+    """Returns the ops of the variables that a tf.cond of control flow 2 is given, a list, if it writes any."""
+    if op.type not in _BRANCHES or not _calls_of([op], lambda nodes: any(node.op.startswith("Assign") for node in nodes)):
+        return []
+    return [tensor.op for tensor in op.inputs if tensor.op.type == "VarHandleOp"]
 
 
 def _calls_of(ops, has_it):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.assignment import assign
+from towers.builder import Towers
 from towers.graph_walk import ancestors, written_variable
 from tf_syncbn.moving_averages import averaged_layers
 
@@ -34,6 +35,7 @@ def recalibrate(session, replicas, num_batches, feed_dict=None):
       A dict from the names of the variables that were set to their values, float64 arrays [C].
 
     Raises:
+      TypeError: if `session` is no session or `replicas` no `Towers`.
       ValueError: if there are no such layers; if the input ends before `num_batches`; if a layer's moments are not finite; for
         a converted layer whose moments feed more than a moving mean and a moving variance.
 
@@ -44,6 +46,8 @@ def recalibrate(session, replicas, num_batches, feed_dict=None):
     """
     if not isinstance(num_batches, (int, np.integer)) or num_batches < 1:
         raise ValueError("recalibrate averages over 1 batch or more, not %r." % (num_batches,))
+    if not hasattr(session, "run") or not (replicas is None or isinstance(replicas, Towers)):
+        raise TypeError("recalibrate takes a session and the towers, or None, not %r and %r." % (session, replicas))
     layers = averaged_layers(session.graph, None if replicas is None else replicas[0].context)
     _check(layers, replicas)
     with session.graph.as_default():

@@ -7,10 +7,10 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import branch_of, rewire, run_after, wait_only_for
+from towers.exchange import branch_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for
 from towers.graph_walk import ancestors, written_variable
 from tf_syncbn.dependence import find_updates
-from tf_syncbn.detection import has_update_inside, is_fused, outside_of_branch
+from tf_syncbn.detection import is_fused, outside_of_branch, updated_inside
 from tf_syncbn.moments import unpack
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
@@ -74,11 +74,17 @@ def _averages(index, statistics):
     """Returns a dict from names of variables to what they average of a batch norm, "unknown" where several might."""
     kinds = {}
     for op, sources in statistics.items():
-        if written_variable(op) is not None and any(source[0] == index for source in sources):
-            kinds.setdefault(written_variable(op).name, set()).update(sources)
+        if any(source[0] == index for source in sources):
+            for variable in _written_variables(op):
+                kinds.setdefault(variable.name, set()).update(sources)
     averages = {name: next(iter(sources))[1] if len(sources) == 1 else "unknown" for name, sources in kinds.items()}
     is_known = sorted(averages.values()) == ["mean", "variance"]
     return averages if is_known else dict.fromkeys(averages, "unknown")
+
+
+def _written_variables(op):
+    variable = written_variable(op)
+    return updated_inside(op) if variable is None else [variable]
 
 
 class Replacement:
@@ -94,7 +100,7 @@ class Replacement:
     def __init__(self, added, statistics, tower, writers):
         self._added, self._statistics, self._tower, self._writers = added, statistics, tower, writers
         self._made = added.ops()
-        self._updates = find_updates(self._made, statistics)
+        self._updates = find_updates(self._made, statistics, _written_variables)
         self._replaced = {}  # name of a tensor -> the tensor that stands for it now
 
     def replace(self, batch_norm, index, scope):
@@ -185,8 +191,9 @@ class Replacement:
             of_group = [c for c in op.control_inputs if c in self._updates] if op.type == "NoOp" else []
             self._tower.shared_updates.extend([item] if op in self._updates else of_group)
         for op in self._made:
-            if op in self._updates and written_variable(op) is not None:
-                self._writers.setdefault(written_variable(op).name, []).append(op)
+            if op in self._updates:
+                for variable in _written_variables(op):
+                    self._writers.setdefault(variable.name, []).append(op)
 
     def _drop_updates(self, outputs):
         """Takes this tower's updates out of collections, and lets nothing wait for them: tower 0 makes them."""
@@ -194,14 +201,12 @@ class Replacement:
             self._added.replace(key, [item for item in self._added.items(key)
                                       if _op(item) not in self._updates])
         for op in self._added.needed(outputs):
-            if op in self._updates:
-                continue
-            if any(c in self._updates for c in op.control_inputs):
-                wait_only_for(op, [c for c in op.control_inputs if c not in self._updates])
-            if self._statistics.get(op) and has_update_inside(op):
+            if op in self._updates and updated_inside(op):
                 raise ValueError("convert_model: %r updates moving averages inside a tf.cond that the output waits for. Give the "
                                  "layer `training` as a bool, or call tf.disable_control_flow_v2() when the program starts."
                                  % self._tower.relative(op.name))
+            if op not in self._updates and any(c in self._updates for c in op.control_inputs):
+                wait_only_for(op, [c for c in op.control_inputs if c not in self._updates])
 
     def _read_before_updates(self, outputs):
         """Lets tower 0's updates wait until this tower has read the averages too, as batch renormalization does."""
@@ -210,7 +215,19 @@ class Replacement:
                 for tensor in op.inputs:
                     source = tensor.op.inputs[0].op if tensor.op.type in ("Identity", "ReadVariableOp") else tensor.op
                     for writer in self._writers.get(source.name, ()):
-                        run_after(writer, [op])
+                        run_after(writer, [result for result in _results(op) if result not in self._updates])
+
+
+def _results(op):
+    """Returns the op itself, or where it stands inside a tf.cond what comes of it outside."""
+    outer, found, stack = control_flow_now(op.graph), set(), [op]
+    while stack:
+        op = stack.pop()
+        if control_flow_of(op) is outer:
+            found.add(op)
+        else:
+            stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
+    return sorted(found, key=lambda result: result.name)
 
 
 def _batch_moments(op, whole):

@@ -13,7 +13,8 @@ def assign(session, values):
     while values:
         feeds, later = {}, []
         for variable, value in values:
-            initial_value = variable.initializer.inputs[1].name
+            initializer = variable.initializer  # a tensor where tf.train.init_from_checkpoint made it
+            initial_value = getattr(initializer, "op", initializer).inputs[1].name
             if initial_value in feeds:  # of two variables with one initial value
                 later.append((variable, value))
             else:

@@ -46,7 +46,7 @@ def check_device(device):
         parsed = tf.DeviceSpec.from_string(device)
     except ValueError as error:
         raise ValueError("%r is no device name; '/gpu:0' and '/cpu:0' are." % device) from error
-    if not parsed.device_type:
+    if not parsed.device_type or not device.startswith("/"):
         raise ValueError("%r names no device; '/gpu:0' and '/cpu:0' do." % device)
     return device
 

@@ -1,4 +1,5 @@
 """The product's promise as a check for anyone's model: N towers train as one tower on the whole batch would."""
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -8,12 +9,15 @@ from towers.assignment import assign
 from towers.batch import PerTower
 from towers.builder import TowerBuilder
 from towers.gradients import average_gradients, compute_gradients
+from towers.graph_walk import ancestors
 from towers.placement import session_config
 from towers.update_ops import collect_update_ops
 
 __all__ = ["Differences", "assert_equals_one_batch"]
 
 _NUM_PERMUTATIONS = 3
+_RANDOM = re.compile("(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|StatefulRandom|StatefulStandardNormal|"
+                     "StatefulUniform|StatefulTruncatedNormal)(?!.*(Dataset|Seed))")
 
 
 class Differences(NamedTuple):
@@ -48,7 +52,7 @@ def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_op
     between one tower and itself with its batch permuted, which is what the order of sums does, measured here.
 
     The promise holds for losses that are means over examples, or over what "weight" counts. Random ops draw anew in each
-    tower: set dropout rates to 0.
+    tower: set dropout rates to 0, where the loss depends on one it is an error.
 
     Args:
       model_fn: model function with a loss, see `TowerBuilder.build`.
@@ -66,7 +70,8 @@ def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_op
 
     Raises:
       AssertionError: if something differs by more; it says what, by how much, and what was allowed.
-      ValueError: if `sizes` do not sum to the size of the batch, or there are not as many as towers.
+      ValueError: if `sizes` do not sum to the size of the batch, or there are not as many as towers; if the model draws at
+        random; if one tower's own training comes to infinity or NaN, which nothing can be held against.
     """
     batch = tf.nest.map_structure(np.asarray, batch)
     optimizer = optimizer or (lambda: tf.train.MomentumOptimizer(0.05, 0.9))
@@ -78,6 +83,7 @@ def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_op
         return _train(model_fn, alternatives, devices, initial, update_ops, steps, optimizer)
 
     one, *permuted = train([[batch]] + [[_permute(batch, size, seed)] for seed in range(_NUM_PERMUTATIONS)], devices[:1])
+    _check_finite(one)
     several, = train([parts], devices, one.initial)
     dtypes = {gradient.dtype for gradient in one.gradients.values()}
     if dtypes == {np.dtype(np.float64)}:
@@ -118,6 +124,7 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
         grads = average_gradients(compute_gradients(replicas, made), collect_update_ops(replicas, update_ops),
                                   replicas.aggregation_device)
         train_op = made.apply_gradients(grads)
+        _check_draws(replicas, train_op)
         dense = {variable.op.name: tf.convert_to_tensor(gradient) for gradient, variable in grads}
         variables = {variable.op.name: variable for variable in tf.global_variables()}
         initializers, trained = [tf.global_variables_initializer(), tf.local_variables_initializer()], []
@@ -134,6 +141,22 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
                     {name: np.array([gradients[name] for _, gradients in ran]) for name in dense}, before,
                     session.run(variables)))
     return trained
+
+
+def _check_draws(replicas, train_op):
+    draws = sorted(op.name for op in ancestors([replicas.loss, train_op]) if _RANDOM.match(op.type))
+    if draws:
+        raise ValueError("The model draws at random, so no two trainings of it are alike: %s. Set rates of dropout to 0, and "
+                         "feed other noise with the batch." % ", ".join(map(repr, draws[:5])))
+
+
+def _check_finite(one):
+    values = dict(one.gradients, **one.final)
+    wrong = ["the loss"] * (not np.isfinite(one.losses).all()) + [
+        name for name in sorted(values) if values[name].dtype.kind == "f" and not np.isfinite(values[name]).all()]
+    if wrong:
+        raise ValueError("One tower alone, trained on the whole batch, comes to infinity or NaN in %s: nothing can be held "
+                         "against it. Take fewer steps, or an optimizer with a smaller learning rate." % ", ".join(wrong[:5]))
 
 
 def _permute(batch, size, seed):

@@ -35,8 +35,9 @@ def collect_update_ops(replicas, policy="first"):
       A list of operations and tensors.
 
     Raises:
-      ValueError: for another policy; for an update op inside a tf.cond or tf.while_loop; under "all" where the model's
-        outputs themselves wait for updates of one variable in several towers, so that they can't be ordered.
+      ValueError: for another policy; for an update op inside a tf.cond or tf.while_loop, where what runs it is not the
+        result of that; under "all" where updates of one variable in several towers can't be ordered, because the model's
+        outputs themselves wait for them, or because they stand inside a tf.cond.
 
     Warns:
       UserWarning: where the model function made an op that writes a moving statistic and nothing will run it.
@@ -50,10 +51,7 @@ def collect_update_ops(replicas, policy="first"):
         return []
     chosen = {"first": own[:1], "last": own[-1:], "all": own}[policy]
     updates = [update for updates_of_tower in chosen for update in updates_of_tower] + list(shared)
-    made = set(op for tower in replicas for op in tower.ops)
-    for op in [_op(update) for update in updates] + [
-            op for op in ancestors(updates) if op in made and op.type.startswith("Assign")]:
-        _check_control_flow(op)
+    _check_control_flow(updates, [op for tower in replicas for op in tower.ops])
     _warn_of_unreached(replicas[0])
     if policy == "all" and len(replicas) > 1:
         _order(replicas, own)
@@ -64,12 +62,38 @@ def _op(update):
     return getattr(update, "op", update)
 
 
-def _check_control_flow(op):
-    graph = tf.get_default_graph()
-    if op.graph is not graph or control_flow_of(op) is not control_flow_now(graph):
-        raise ValueError(
-            "The update op %r stands inside a tf.cond or tf.while_loop. Ops that wait for it would silently not run, or "
-            "fail: make the update outside and choose its value inside." % op.name)
+def _check_control_flow(updates, made):
+    """Raises where running `updates` would wait for an update inside a tf.cond or tf.while_loop, not for the result of that.
+
+    Args:
+      updates: list of operations and tensors.
+      made: list of operations, in which such updates are looked for.
+    """
+    graph, reached = tf.get_default_graph(), ancestors(updates)
+    for op in map(_op, updates):
+        if op.graph is not graph or control_flow_of(op) is not control_flow_now(graph):
+            _refuse(op)
+    for op in made:
+        if op in reached and op.type not in _RESULTS:
+            for source in [tensor.op for tensor in op.inputs] + op.control_inputs:
+                if not _stands_within(op, control_flow_of(source)):
+                    _refuse(source)
+
+
+_RESULTS = ("Merge", "RefMerge", "Exit", "RefExit")
+
+
+def _stands_within(op, control_flow):
+    inner = control_flow_of(op)
+    while inner is not None and inner is not control_flow:
+        inner = inner.outer_context
+    return inner is control_flow
+
+
+def _refuse(op):
+    raise ValueError(
+        "The update op %r stands inside a tf.cond or tf.while_loop. Ops that wait for it would silently not run, or fail: "
+        "make the update outside and choose its value inside, or wait for the result of the tf.cond." % op.name)
 
 
 def _order(replicas, updates):
@@ -82,6 +106,10 @@ def _order(replicas, updates):
         writers = {}
         for op in ops:
             variable = written_variable(op)
+            if op.type in _BRANCHES and any(tensor.dtype == tf.resource for tensor in op.inputs) or (
+                    variable is not None and control_flow_of(op) is not control_flow_now(op.graph)):
+                raise ValueError("The updates of the towers can't run one after the other: %r stands inside a tf.cond. Use the "
+                                 "policy 'first' or 'last'." % op.name)
             if variable is not None:
                 writers.setdefault(variable.name, []).append(op)
                 if op in needed and variable.name in last_writers:
@@ -97,6 +125,9 @@ def _order(replicas, updates):
             if op not in needed:
                 _read_after(op, earlier, set(ops) - needed)
         last_writers.update(writers)
+
+
+_BRANCHES = ("If", "Case", "While")  # of control flow 2, that write
 
 
 def _reads(op, variables):
