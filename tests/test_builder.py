@@ -42,6 +42,13 @@ def test_batch_of_unknown_size_is_split_alike_and_weighs_alike():
     np.testing.assert_allclose(run([tower.weight for tower in replicas], {x: X}), [0.3, 0.3, 0.2, 0.2])
 
 
+def test_sizes_that_disagree_when_they_are_run_are_named():
+    images, labels = tf.placeholder(tf.float32, [None, 3], "images"), tf.placeholder(tf.float32, [None], "labels")
+    replicas = build(lambda x, y: tf.reduce_mean(x) + tf.reduce_mean(y), (images, labels), 2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="split_batch/labels"):
+        run(replicas.loss, {images: X[:8], labels: X[:7, 0]})
+
+
 def test_structure_of_the_batch_reaches_the_model_and_scalars_go_to_all():
     seen = []
 

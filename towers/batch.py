@@ -39,7 +39,9 @@ def split_batch(batch, num_towers):
         leaves = [_to_tensor(leaf) for leaf in tf.nest.flatten(batch)]
         size = _batch_size(leaves, num_towers)
         sizes = _shares(size, num_towers)
-        parts = [tf.split(leaf, sizes, num=num_towers) if leaf.shape.rank else [leaf] * num_towers for leaf in leaves]
+        # Named like what is split: TensorFlow names the op where sizes turn out to disagree when it runs.
+        parts = [tf.split(leaf, sizes, num=num_towers, name=leaf.op.name.split("/")[-1]) if leaf.shape.rank
+                 else [leaf] * num_towers for leaf in leaves]
     return [tf.nest.pack_sequence_as(batch, list(leaves_of_tower)) for leaves_of_tower in zip(*parts)]
 
 
