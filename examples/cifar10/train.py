@@ -206,6 +206,7 @@ def _run(settings, dataset, training, saver, session, interruption):
         while step < training.num_steps and interruption.signal is None:
             if step == first_step or step % steps_an_epoch == 0:
                 training.pipeline.start(session, step // steps_an_epoch, step % steps_an_epoch)
+                progress.restart_clock(step)  # evaluating and saving are no training
             fetches = [training.loss, training.accuracy, training.train_op]
             if step % 20 == 0:
                 loss, accuracy, _, summary = session.run(fetches + [training.summary])
@@ -251,7 +252,6 @@ def _end_epoch(step, steps_an_epoch, sums, training, session, progress, writer):
               "train_accuracy": float(accuracy), "test_accuracy": training.test_accuracy(session)}
     progress.say("epoch %g: training loss %.3f, accuracy %.1f %%; test accuracy %.1f %%" % (
         record["epoch"], loss, 100 * accuracy, 100 * record["test_accuracy"]))
-    progress.restart_clock(step)
     summary = tf.Summary(value=[tf.Summary.Value(tag="test_accuracy", simple_value=record["test_accuracy"])])
     writer.add_summary(summary, step)
     return record
