@@ -173,8 +173,9 @@ def test_a_model_with_stale_moving_averages_regains_its_accuracy():
     images = (rng.randn(240, 6) + 2 * np.eye(3)[labels].repeat(2, 1) * [1, -1, 1, -1, 1, -1] + 30).astype(np.float32)
 
     def model_fn(x, labels):
-        h = tf_syncbn.sync_batch_norm(tf.matmul(x, tf.get_variable("w", [6, 8])), momentum=0.9999, name="bn")
-        logits = tf.matmul(tf.nn.relu(h), tf.get_variable("v", [8, 3]))
+        w = tf.get_variable("w", [6, 8], None, tf.glorot_uniform_initializer(seed=5))
+        h = tf_syncbn.sync_batch_norm(tf.matmul(x, w), momentum=0.9999, name="bn")
+        logits = tf.matmul(tf.nn.relu(h), tf.get_variable("v", [8, 3], None, tf.glorot_uniform_initializer(seed=2)))
         right = tf.cast(tf.equal(tf.argmax(logits, 1, output_type=tf.int32), labels), tf.float32)
         return {"loss": tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)),
                 "accuracy": tf.reduce_mean(right)}
@@ -191,7 +192,7 @@ def test_a_model_with_stale_moving_averages_regains_its_accuracy():
         stale, training = made.run([accuracy, replicas.merged["accuracy"]])
         tf_syncbn.recalibrate(made, replicas, 1)
         regained = made.run(accuracy)
-    assert training > 0.9 and stale < training - 0.2 and regained > training - 0.02
+    assert stale < 0.6 and training > 0.9 and regained > training - 0.02
 
 
 def test_input_that_ends_early_changes_nothing():

@@ -180,6 +180,23 @@ def test_an_update_that_is_the_result_of_a_cond_runs_where_the_cond_says():
             np.testing.assert_array_equal(made.run(tf.global_variables()[0]), [wanted] * 4)
 
 
+@pytest.mark.parametrize("use_resource", [False, True])
+def test_all_towers_updates_that_read_inside_a_cond_run_one_after_the_other(use_resource):
+    def model(x):
+        moving = tf.get_variable("moving", [4], initializer=tf.zeros_initializer(), trainable=False, use_resource=use_resource)
+        doubled = tf.cond(flag, lambda: 2 * moving, lambda: tf.zeros([4]))
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(moving, doubled + tf.reduce_mean(x)))
+        return tf.reduce_mean(x * tf.get_variable("w", [4]))
+
+    flag = tf.placeholder_with_default(True, [])
+    replicas = build(model, towers.PerTower([(np.full([2, 4], i, np.float32),) for i in (1, 10, 100)]), 3)
+    updates = collect_update_ops(replicas, "all")
+    with session() as made:
+        for wanted in (2 * (2 * 1 + 10) + 100, 2 * (2 * (2 * 124 + 1) + 10) + 100):
+            made.run(updates)
+            np.testing.assert_array_equal(made.run(tf.global_variables()[0]), [wanted] * 4)
+
+
 def test_updates_that_the_outputs_wait_for_can_not_be_ordered_and_are_refused():
     def model(x):
         loss = ordinary(False)(x)

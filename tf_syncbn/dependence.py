@@ -3,6 +3,7 @@
 What is computed of the whole batch's moments alone is the same in every tower, so its update of a variable is one that all
 towers share.
 """
+from towers.graph_walk import written_variables
 
 __all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates"]
 
@@ -79,20 +80,19 @@ def find_statistics(ops, batch, batch_norms):
     return {op: sources for op, (sources, has_data) in found.items() if not has_data}
 
 
-def find_updates(ops, statistics, writes):
+def find_updates(ops, statistics):
     """Returns those ops that write what is computed of moments into a variable, or are computed of what was written; a set.
 
     Args:
       ops: list of operations.
       statistics: what `find_statistics` returned.
-      writes: a function of an op that tells whether it writes a variable.
     """
     updates = set()
     for op in _sorted(ops):
         if statistics.get(op):
             sources = [tensor.op for tensor in op.inputs]
             sources += op.control_inputs if op.type in ("NoOp", "ReadVariableOp") else []
-            if writes(op) or any(source in updates for source in sources):
+            if written_variables(op) or any(source in updates for source in sources):
                 updates.add(op)
     return updates
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.exchange import branch_of, control_flow_now, control_flow_of
+from towers.graph_walk import calls_of
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
 
-__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "is_fused", "is_training", "outside_of_branch",
-           "updated_inside"]
+__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "is_fused", "is_training", "outside_of_branch"]
 
 _FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -104,34 +104,8 @@ def find_hidden(ops):
     Returns:
       A list of operations.
     """
-    return _calls_of(ops, lambda nodes: any(
+    return calls_of(ops, lambda nodes: any(
         node.op in _FUSED and node.attr["is_training"].b or _computes_variance(node, nodes) for node in nodes))
-
-
-def updated_inside(op):
-    """Returns the ops of the variables that a tf.cond of control flow 2 is given, a list, if it writes any."""
-    if op.type not in _BRANCHES or not _calls_of([op], lambda nodes: any(node.op.startswith("Assign") for node in nodes)):
-        return []
-    return [tensor.op for tensor in op.inputs if tensor.op.type == "VarHandleOp"]
-
-
-def _calls_of(ops, has_it):
-    """Returns those of `ops` that call a function of whose nodes, or whose callees' nodes, `has_it` is true."""
-    calls = [(op, names) for op in ops for names in [_function_names(op.node_def)] if names]
-    if not calls:
-        return []
-    graph = calls[0][0].graph
-    library = {function.signature.name: function.node_def
-               for function in graph.as_graph_def(from_version=graph.version).library.function}
-
-    def hides(name, seen):
-        if name in seen or name not in library:
-            return False
-        seen.add(name)
-        nodes = library[name]
-        return has_it(nodes) or any(hides(callee, seen) for node in nodes for callee in _function_names(node))
-
-    return [op for op, names in calls if any(hides(name, set()) for name in names)]
 
 
 def _computes_variance(node, nodes):
@@ -143,11 +117,6 @@ def _computes_variance(node, nodes):
     if squares is None or squares.op not in ("SquaredDifference", "Square") or axes is None or axes.op != "Const":
         return False
     return 0 in tf.make_ndarray(axes.attr["value"].tensor).reshape([-1])
-
-
-def _function_names(node):
-    return [function.name for attribute in node.attr.values()
-            for function in [attribute.func] + list(attribute.list.func) if function.name]
 
 
 def _has_examples_as_channels(op):

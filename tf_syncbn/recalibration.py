@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.assignment import assign
 from towers.builder import Towers
-from towers.graph_walk import ancestors, written_variable
+from towers.graph_walk import ancestors, written_variables
 from tf_syncbn.moving_averages import averaged_layers
 
 __all__ = ["recalibrate"]
@@ -54,7 +54,7 @@ def recalibrate(session, replicas, num_batches, feed_dict=None):
         moments = [layer.moments() for layer in layers]
         found = {variable.op.name: variable for variable in tf.global_variables() + tf.local_variables()}
     # The forward pass itself may write some, inline updates of averages among them.
-    written = {op.name for op in map(written_variable, ancestors(moments)) if op is not None}
+    written = {variable.name for op in ancestors(moments) for variable in written_variables(op)}
     variables = {name: found[name] for name in found
                  if name in written or any(name in layer.variables for layer in layers)}
     before = session.run(variables)

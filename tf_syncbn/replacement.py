@@ -8,9 +8,9 @@ import functools
 import tensorflow.compat.v1 as tf
 
 from towers.exchange import branch_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for
-from towers.graph_walk import ancestors, written_variable
+from towers.graph_walk import ancestors, written_variable, written_variables
 from tf_syncbn.dependence import find_updates
-from tf_syncbn.detection import is_fused, outside_of_branch, updated_inside
+from tf_syncbn.detection import is_fused, outside_of_branch
 from tf_syncbn.moments import unpack
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
@@ -75,16 +75,11 @@ def _averages(index, statistics):
     kinds = {}
     for op, sources in statistics.items():
         if any(source[0] == index for source in sources):
-            for variable in _written_variables(op):
+            for variable in written_variables(op):
                 kinds.setdefault(variable.name, set()).update(sources)
     averages = {name: next(iter(sources))[1] if len(sources) == 1 else "unknown" for name, sources in kinds.items()}
     is_known = sorted(averages.values()) == ["mean", "variance"]
     return averages if is_known else dict.fromkeys(averages, "unknown")
-
-
-def _written_variables(op):
-    variable = written_variable(op)
-    return updated_inside(op) if variable is None else [variable]
 
 
 class Replacement:
@@ -100,7 +95,7 @@ class Replacement:
     def __init__(self, added, statistics, tower, writers):
         self._added, self._statistics, self._tower, self._writers = added, statistics, tower, writers
         self._made = added.ops()
-        self._updates = find_updates(self._made, statistics, _written_variables)
+        self._updates = find_updates(self._made, statistics)
         self._replaced = {}  # name of a tensor -> the tensor that stands for it now
 
     def replace(self, batch_norm, index, scope):
@@ -192,7 +187,7 @@ class Replacement:
             self._tower.shared_updates.extend([item] if op in self._updates else of_group)
         for op in self._made:
             if op in self._updates:
-                for variable in _written_variables(op):
+                for variable in written_variables(op):
                     self._writers.setdefault(variable.name, []).append(op)
 
     def _drop_updates(self, outputs):
@@ -201,7 +196,7 @@ class Replacement:
             self._added.replace(key, [item for item in self._added.items(key)
                                       if _op(item) not in self._updates])
         for op in self._added.needed(outputs):
-            if op in self._updates and updated_inside(op):
+            if op in self._updates and written_variable(op) is None and written_variables(op):
                 raise ValueError("convert_model: %r updates moving averages inside a tf.cond that the output waits for. Give the "
                                  "layer `training` as a bool, or call tf.disable_control_flow_v2() when the program starts."
                                  % self._tower.relative(op.name))

@@ -8,7 +8,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.exchange import control_flow_now, control_flow_of, rewire, run_after
-from towers.graph_walk import ancestors, written_variable
+from towers.graph_walk import ancestors, written_variable, written_variables
 
 __all__ = ["collect_update_ops"]
 
@@ -106,8 +106,7 @@ def _order(replicas, updates):
         writers = {}
         for op in ops:
             variable = written_variable(op)
-            if op.type in _BRANCHES and any(tensor.dtype == tf.resource for tensor in op.inputs) or (
-                    variable is not None and control_flow_of(op) is not control_flow_now(op.graph)):
+            if written_variables(op) and (variable is None or control_flow_of(op) is not control_flow_now(op.graph)):
                 raise ValueError("The updates of the towers can't run one after the other: %r stands inside a tf.cond. Use the "
                                  "policy 'first' or 'last'." % op.name)
             if variable is not None:
@@ -125,9 +124,6 @@ def _order(replicas, updates):
             if op not in needed:
                 _read_after(op, earlier, set(ops) - needed)
         last_writers.update(writers)
-
-
-_BRANCHES = ("If", "Case", "While")  # of control flow 2, that write
 
 
 def _reads(op, variables):
