@@ -336,8 +336,8 @@ def test_no_batch_norm_of_one_tower_is_left_in_what_is_run():
         with tf.Graph().as_default():
             replicas = build(tf_syncbn.convert_model(model_of(layer)), batch_of([7, 5, 4, 3]))
             graph_def = tf.graph_util.extract_sub_graph(tf.get_default_graph().as_graph_def(), [replicas.loss.op.name])
-            ops = [node.op for node in graph_def.node]
-            assert not [op for op in ops if op.startswith("FusedBatchNorm")] and "SquaredDifference" not in ops
+            assert not [node for node in graph_def.node if node.op.startswith("FusedBatchNorm") and node.attr["is_training"].b]
+            assert "SquaredDifference" not in [node.op for node in graph_def.node]
 
 
 def test_outputs_and_collections_hold_the_synced_output():

@@ -68,14 +68,13 @@ def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
     dy, x = (tf.constant(rng.randn(*shape), tf.float32) for _ in range(2))
     gamma = tf.constant([0.5, 1.0, 2.0]) if with_gamma else None
     moments = tf.constant([np.prod(shape[:-1]), 0.1, 0.2, -0.3, 1.1, 0.9, 1.3], tf.float32)
-    totals, pulls = (tf.constant(rng.randn(6), tf.float32) for _ in range(2))
+    totals = tf.constant(rng.randn(5, 3), tf.float32)
     epsilon, axis, results = 1e-6, len(shape) - 1, []
     for ops in (PLAIN, FUSED, FUSED_GRADIENT):
         for scales in (True,) if ops == FUSED_GRADIENT else (False, True):
             sums, *scaled = gradient_sums(dy, x, moments, gamma, False, axis, epsilon, "reduce", ops, scales)
             assert len(scaled) == scales
-            dx, = input_gradient(dy, x, moments, sums[6:], totals, pulls, scaled[0] if scaled else None, None, None, axis,
-                                 epsilon, ops)
+            dx, = input_gradient(dy, x, moments, sums[2], totals, scaled[0] if scaled else None, None, None, axis, epsilon, ops)
             results.append([sums, dx])
     plain, *fused = run(results)
     for others in fused:
@@ -98,9 +97,9 @@ def ancestors_of(op):
 def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(ops, dtype):
     dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
     wide = tf.float64 if dtype == tf.float64 else tf.float32
-    moments, totals, scale = tf.placeholder(wide, [7]), tf.placeholder(wide, [6]), tf.placeholder(wide, [3])
+    moments, totals, scale = tf.placeholder(wide, [7]), tf.placeholder(wide, [3, 3]), tf.placeholder(wide, [3])
     gradient_sums(dy, x, moments, None, False, 3, 1e-3, "reduce", ops, ops == FUSED_GRADIENT)
-    input_gradient(dy, x, moments, scale, totals, None, None, None, None, 3, 1e-3, ops)
+    input_gradient(dy, x, moments, scale, totals, None, None, None, 3, 1e-3, ops)
     for op in tf.get_default_graph().get_operations():
         if x.op in ancestors_of(op) - {op} and op.type not in ("Shape", "Const"):
             assert {dy.op, totals.op} & ancestors_of(op), op
@@ -148,6 +147,30 @@ def test_variables_are_read_for_the_last_time_before_their_gradients_are_there()
         update, = [name for name, node in nodes.items() if "ApplyMomentum" in node.op and node.input[0] == variable.op.name]
         found = set(readers(variable.op.name))
         assert len(found) > 3 and found <= waits_for(update), (variable.op.name, found - waits_for(update))
+
+
+def test_a_relu_becomes_part_of_a_synced_layer_where_it_does_of_an_unsynced_one():
+    """Grappler makes one op of the two on TensorFlow 2 with oneDNN, which also knows the shapes that a convolution asks for."""
+    def relus(layer):
+        def model_fn(x):
+            for name in ("first", "second"):
+                x = tf.nn.conv2d(x, tf.get_variable(name, [3, 3, 3, 3]), [1, 1, 1, 1], "SAME")
+                x = tf.nn.relu(layer(x, name + "_bn"))
+            return tf.reduce_mean(tf.nn.conv2d(x, tf.get_variable("last", [3, 3, 3, 3]), [1, 1, 1, 1], "SAME"))
+
+        with tf.Graph().as_default():
+            replicas = build(model_fn, (tf.constant(X),), 2)
+            train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+            ran = tf.RunMetadata()
+            with session() as made:
+                made.run(train_op, options=tf.RunOptions(output_partition_graphs=True), run_metadata=ran)
+            return sum(node.op == "Relu" for graph in ran.partition_graphs for node in graph.node)
+
+    def unsynced(x, name):
+        gamma, beta = tf.get_variable(name + "/gamma", [3]), tf.get_variable(name + "/beta", [3])
+        return tf.nn.fused_batch_norm(x, gamma, beta)[0]
+
+    assert relus(lambda x, name: tf_syncbn.sync_batch_norm(x, name=name)) == relus(unsynced)
 
 
 def test_second_derivatives_in_float32_are_those_in_float64():

@@ -57,9 +57,9 @@ def channel_sums(x, axis, sums_by="reduce"):
     count, channels = (tf.dimension_value(size) for size in rows.shape)
     joined = _joined(count or 0)
     # A product adds row to row as well: 729 rows, sorted, gave a mean off by 4e-6 standard deviations.
-    if sums_by == "matmul" and count and count >= 2 * _BLOCK >= count // joined:
+    if sums_by == "matmul" and count and count // joined <= 2 * _BLOCK:
         sums = tf.matmul(tf.ones([1, count // joined], x.dtype), tf.reshape(rows, [count // joined, joined * channels]))
-        return tf.reduce_sum(tf.reshape(sums, [joined, channels]), 0)
+        return tf.reshape(sums, [channels]) if joined == 1 else tf.reduce_sum(tf.reshape(sums, [joined, channels]), 0)
     blocks, rest = _blocks(rows)
     if blocks is None:
         return tf.reduce_sum(rest, 0)
@@ -68,22 +68,23 @@ def channel_sums(x, axis, sums_by="reduce"):
 
 
 def _joined(count):
-    """Returns the power of 2 up to the square root of `count` that divides it: so many rows are taken as one."""
+    """Returns the power of 2 up to the square root of `count` that divides it: so many rows are taken as one; 1 if few."""
     joined = 1
-    while 4 * joined * joined <= count and count % (2 * joined) == 0:
+    while count > 2 * _BLOCK and 4 * joined * joined <= count and count % (2 * joined) == 0:
         joined *= 2
     return joined
 
 
-def _square_sums(x, axis):
-    """Sums the squares over all axes but the channels'."""
+def _square_sums(x, axis, sums_by):
+    """Sums the squares over all axes but the channels'; see `channel_sums`."""
     if axis != x.shape.rank - 1:
         norms = tf.math.reduce_euclidean_norm(x, list(range(axis + 1, x.shape.rank)))
         return tf.reduce_sum(tf.square(norms), list(range(axis))) if axis else tf.square(norms)
-    # A norm reads x once and writes no squares, which take as long as the sum.
-    blocks, rest = _blocks(_rows(x))
-    if blocks is None:
-        return tf.reduce_sum(tf.square(rest), 0)
+    rows = _rows(x)
+    if tf.dimension_value(rows.shape[0]) is not None and rows.shape[0] <= 2 * _BLOCK:
+        return channel_sums(tf.square(rows), 1, sums_by)
+    # A norm reads x once and writes no squares, which take as long as the sum; but it is slow for few blocks.
+    blocks, rest = _blocks(rows)
     sums = tf.reduce_sum(tf.square(tf.math.reduce_euclidean_norm(blocks, 1)), 0)
     return sums if rest is None else sums + tf.reduce_sum(tf.square(rest), 0)
 
@@ -130,7 +131,7 @@ def local_moments(x, mask, axis, sums_by):
     if mask is None:
         near = _first_mean(x, axis, sums_by)
         differences = add_along(x, -near, axis)
-        sums, squares = channel_sums(differences, axis, sums_by), _square_sums(differences, axis)
+        sums, squares = channel_sums(differences, axis, sums_by), _square_sums(differences, axis, sums_by)
     else:
         near = channel_sums(_masked(x, mask), axis, sums_by) * tf.div_no_nan(tf.ones([], x.dtype), count)
         differences = add_along(x, -near, axis)

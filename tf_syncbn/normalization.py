@@ -17,9 +17,10 @@ the time over the fused op's:
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.moments import accumulator, add_along, along, channel_sums, unpack
+from tf_syncbn.moments import add_along, along, channel_sums, unpack
 
-__all__ = ["FUSED", "FUSED_GRADIENT", "PLAIN", "gradient_sums", "input_gradient", "normalize", "normalize_by"]
+__all__ = ["FUSED", "FUSED_GRADIENT", "PLAIN", "fused_statistics", "gradient_sums", "input_gradient", "normalize",
+           "normalize_by", "normalize_by_one_op"]
 
 PLAIN = "plain"  # ops that TensorFlow differentiates to any order, for any axis and dtype
 FUSED = "fused"  # float32, channels last: products with vectors by the fused op
@@ -52,12 +53,7 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
         inverse = tf.rsqrt(variance + epsilon)
         y = add_along(x, -mean, axis) * along(inverse if scale is None else scale * inverse, x, axis)
         return y if offset is None else add_along(y, offset, axis)
-    if epsilon < _EPSILON:
-        variance = variance + (epsilon - _EPSILON)  # which may be a variable
-    y, _, _ = tf.nn.fused_batch_norm(
-        _as_images(x), tf.ones_like(mean) if scale is None else scale, tf.zeros_like(mean) if offset is None else offset,
-        mean, variance, epsilon=max(epsilon, _EPSILON), is_training=False)
-    return _shaped_as(y, x)
+    return _shaped_as(normalize_by_one_op(_as_images(x), mean, _raised(variance, epsilon), scale, offset, epsilon), x)
 
 
 def _as_images(x):
@@ -83,6 +79,35 @@ def normalize_by(x, moments, gamma, beta, axis, epsilon, ops):
     return tf.cast(_normalize(wide, mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
 
 
+def fused_statistics(moments, *, epsilon):
+    """Returns the mean and the variance that `normalize_by_one_op` is to be given, two tensors [C]."""
+    _, mean, variance = unpack(moments)
+    return mean, _raised(variance, epsilon)
+
+
+def normalize_by_one_op(images, mean, variance, scale, offset, epsilon):
+    """Normalizes float32 tensors of rank 4, channels last, by the fused op in inference mode.
+
+    Args:
+      images: tensor [B, H, W, C].
+      mean, variance: tensors [C], from `fused_statistics`.
+      scale, offset: tensors [C], or None for 1 and 0.
+      epsilon: float.
+
+    Returns:
+      Tensor [B, H, W, C].
+    """
+    y, _, _ = tf.nn.fused_batch_norm(images, tf.ones_like(mean) if scale is None else scale,
+                                     tf.zeros_like(mean) if offset is None else offset, mean, variance,
+                                     epsilon=max(epsilon, _EPSILON), is_training=False)
+    return y
+
+
+def _raised(variance, epsilon):
+    """Returns a variance as much larger as `epsilon` is smaller than what the fused op takes."""
+    return variance + (epsilon - _EPSILON) if epsilon < _EPSILON else variance
+
+
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
     """Computes `S = sum dy`, `T = sum dy r (x - mean)` and `a = gamma r`, `r = 1 / sqrt(var + epsilon)`, and if asked `a dy`.
 
@@ -103,26 +128,26 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
       scales: whether to return `a dy`, as FUSED_GRADIENT has to.
 
     Returns:
-      A tuple of a tensor [3C] of the accumulator's dtype, S, T and a, and perhaps of `a dy`, of the same dtype.
+      A tuple of a tensor [3, C] of the accumulator's dtype, the rows S, T and a, and perhaps of `a dy`, of the same dtype.
     """
+    _, mean, variance = unpack(moments)
+    inverse = tf.rsqrt(variance + epsilon)
+    scale = inverse if gamma is None else gamma * inverse
     # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
     with tf.control_dependencies([dy]):
-        dy, x = (tf.cast(t, accumulator(t.dtype)) for t in (dy, x))
-        _, mean, variance = unpack(moments)
-        inverse = tf.rsqrt(variance + epsilon)
-        scale = inverse if gamma is None else gamma * inverse
+        dy, x = (tf.cast(t, mean.dtype) for t in (dy, x))
         if ops == FUSED_GRADIENT:
             scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
                 y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
                 reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
-            return tf.concat([d_offset, d_scale, scale], 0), _shaped_as(scaled, x)
+            return tf.stack([d_offset, d_scale, scale]), _shaped_as(scaled, x)
         centred = add_along(x, -mean, axis)
         products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
-        sums = tf.concat([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse, scale], 0)
+        sums = tf.stack([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse, scale])
         return (sums, dy * along(scale, x, axis)) if scales else (sums,)
 
 
-def input_gradient(dy, x, moments, scale, totals, moment_totals, scaled, training, mask, axis, epsilon, ops):
+def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, epsilon, ops):
     """Computes one tower's part of the gradient by `x`, from sums over all towers.
 
         dx = a (dy - w (S + r T (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
@@ -133,8 +158,8 @@ def input_gradient(dy, x, moments, scale, totals, moment_totals, scaled, trainin
       dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
       moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
       scale: tensor [C], a from `gradient_sums`.
-      totals: tensor [2C], S and T from `gradient_sums`, of all towers.
-      moment_totals: tensor [2C], G_mean and G_var of all towers; None stands for zeros.
+      totals: tensor [3, C] or [5, C], over all towers the sums of what `gradient_sums` returned, and of G_mean and G_var
+        where these are not zeros.
       scaled: tensor `a dy`, if `gradient_sums` gave it, or None.
       training: scalar bool tensor; where it is False the moments are constants. None stands for True.
       mask: weights of the positions, of a shape that broadcasts to `x`, or None.
@@ -146,23 +171,24 @@ def input_gradient(dy, x, moments, scale, totals, moment_totals, scaled, trainin
       A tuple of one tensor of the shape and dtype of `x`.
     """
     dtype = x.dtype
+    count, mean, variance = unpack(moments)
+    share = tf.div_no_nan(tf.constant(-1, mean.dtype), count)
+    if training is not None:
+        share = tf.where_v2(training, share, tf.zeros_like(share))
+    deviation, factor = tf.sqrt(variance + epsilon), share if scaled is None else scale * share
     with tf.control_dependencies([totals]):  # as in `gradient_sums`
-        x = tf.cast(x, accumulator(dtype))
-        count, mean, variance = unpack(moments)
-        share = tf.div_no_nan(tf.constant(-1, x.dtype), count)
-        if training is not None:
-            share = tf.where_v2(training, share, tf.zeros_like(share))
+        x = tf.cast(x, mean.dtype)
 
-        def pull(sums):
-            offset, slope = tf.split(sums, 2)
+        def pull(offset, slope):
             pulled = _normalize(x, mean, variance, slope, offset, epsilon, axis, ops)
             return pulled if mask is None else tf.where_v2(mask > 0, pulled * mask, tf.zeros_like(pulled))
 
+        dx = pull(*tf.unstack(totals[:3] * factor)[:2])
         if scaled is None:
-            dx = (pull(totals * share) + tf.cast(dy, x.dtype)) * along(scale, x, axis)
+            dx = (dx + tf.cast(dy, x.dtype)) * along(scale, x, axis)
         else:
-            dx = tf.add_n([scaled, pull(totals * tf.tile(scale * share, [2]))])
-        if moment_totals is not None:
-            d_mean, d_variance = tf.split(moment_totals * -share, 2)
-            dx += pull(tf.concat([d_mean, 2 * d_variance * tf.sqrt(variance + epsilon)], 0))
+            dx = tf.add_n([scaled, dx])
+        if totals.shape[0] == 5:
+            d_mean, d_variance = tf.unstack(totals[3:] * -share)
+            dx += pull(d_mean, 2 * d_variance * deviation)
         return tf.cast(dx, dtype),

@@ -10,7 +10,8 @@ from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place
 from tf_syncbn.graph_function import call, call_with_gradient
 from tf_syncbn.moments import accumulator, along, local_moments, merge_groups, unpack
-from tf_syncbn.normalization import FUSED, FUSED_GRADIENT, PLAIN, gradient_sums, input_gradient, normalize_by
+from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, PLAIN, fused_statistics, gradient_sums, input_gradient,
+                                     normalize_by, normalize_by_one_op)
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
@@ -69,8 +70,17 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         whole = used
     if training is not None:
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
+    optional = (gamma, beta, mask, training)
+    if how.ops != PLAIN and x.dtype == tf.float32 and x.shape.rank == 4:
+        # With oneDNN, Grappler makes one op of the fused op and of a ReLU that reads it, but not through a kernel's call or
+        # an identity_n. So the layer's gradient stands in front of the op, whose own gradient hands dy on to it.
+        x = _with_gradient(place, how, x, used, x, optional)
+        mean, variance = call(fused_statistics, used, epsilon=how.epsilon)
+        fused_ops = ("FusedBatchNormV2", "FusedBatchNormV3")
+        with tf.get_default_graph().gradient_override_map(dict.fromkeys(fused_ops, "SyncBatchNormOutput")):
+            return normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon), whole
     y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
-    return _with_gradient(place, how, y, used, x, (gamma, beta, mask, training)), whole
+    return _with_gradient(place, how, y, used, x, optional), whole
 
 
 def moments_over_towers(x, axis, tower):
@@ -129,9 +139,12 @@ def _meet(packed, aggregate, results, tower):
         return (place, *meet_at(place, [packed], aggregate, results))
 
 
-def _with_gradient(place, how, y, moments, x, optional):
-    """Returns `y` with the layer's gradient; autodiff sees neither how `y` nor how its moments were computed."""
-    tensors = [y, moments, x] + [tensor for tensor in optional if tensor is not None]
+def _with_gradient(place, how, value, moments, x, optional):
+    """Returns `value`, which is to have the gradient of the layer's output, with the layer's gradient.
+
+    Autodiff sees neither how the output nor how its moments were computed.
+    """
+    tensors = [value, moments, x] + [tensor for tensor in optional if tensor is not None]
     with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncBatchNorm"}):
         outputs = tf.identity_n(tensors, name="with_gradient")
     remember_place(outputs[0].op, place, (how, tuple(tensor is not None for tensor in optional)))
@@ -143,7 +156,7 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     """The gradient of one tower's part; `op` passes on what it was given, moments among them.
 
     The moments are an output of `op`, whose gradient arrives here as `d_moments` when this function is itself
-    differentiated: hence derivatives of any order. In a first derivative it is zeros, and towers exchange half as much.
+    differentiated: hence derivatives of any order. In a first derivative it is zeros, and towers exchange less.
     """
     place, (how, optional) = gradient_place(op)
     moments, x = op.outputs[1], op.inputs[2]
@@ -153,13 +166,12 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     with tf.name_scope("exchange"):
         sums, *scaled = call_with_gradient(gradient_sums, dy, x, moments, gamma, masked=mask is not None,
                                            sums_by=how.sums_by, scales=how.ops == FUSED_GRADIENT, **options)
-        d_beta, d_gamma, scale = tf.split(sums, 3)
-        totals = tf.concat([d_beta, d_gamma] + ([] if _is_zeros(d_moments) else [d_moments[1:]]), 0)
+        d_beta, d_gamma, scale = tf.unstack(sums)
+        totals = sums if _is_zeros(d_moments) else tf.concat([sums, tf.reshape(d_moments[1:], [2, -1])], 0)
         if place is not None:
             totals = cross_tower_sum_at(place, totals, how.group_size)
-        totals, moment_totals = (totals, None) if _is_zeros(d_moments) else tf.split(totals, 2)
     dy, scaled = (None, scaled[0]) if scaled else (dy, None)
-    dx, = call_with_gradient(input_gradient, dy, x, moments, scale, totals, moment_totals, scaled, training, mask, **options)
+    dx, = call_with_gradient(input_gradient, dy, x, moments, scale, totals, scaled, training, mask, **options)
     of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
     return [None, None, dx] + of_optional
 
@@ -183,6 +195,11 @@ def _moments_gradient(x, moments, d_moments, *, axis):
     wide = tf.cast(x, moments.dtype)
     dx = (wide - along(mean, x, axis)) * along(2 * share * d_variance, x, axis) + along(share * d_mean, x, axis)
     return tf.cast(dx, x.dtype),
+
+
+@tf.RegisterGradient("SyncBatchNormOutput")
+def _hand_on(_, dy, *__):
+    return [dy, None, None, None, None]
 
 
 def _is_zeros(tensor):
