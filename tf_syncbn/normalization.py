@@ -42,18 +42,21 @@ def normalize(x, mean, variance, gamma, beta, epsilon, axis):
     Returns:
       A tensor of the shape and dtype of `x`.
     """
-    fused = mean.dtype == tf.float32 and axis == x.shape.rank - 1
-    y = _normalize(tf.cast(x, mean.dtype), mean, variance, gamma, beta, epsilon, axis, FUSED if fused else PLAIN)
-    return tf.cast(y, x.dtype)
+    ops = FUSED if mean.dtype == tf.float32 and axis == x.shape.rank - 1 else PLAIN
+    variance = _variance_for(ops, variance, epsilon)
+    return tf.cast(_normalize(tf.cast(x, mean.dtype), mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
 
 
 def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
-    """Computes `scale (x - mean) / sqrt(variance + epsilon) + offset`; a scale of None is 1, an offset of None 0."""
+    """Computes `scale (x - mean) / sqrt(variance + epsilon) + offset`; a scale of None is 1, an offset of None 0.
+
+    `variance` is what `_variance_for` these ops returned.
+    """
     if ops == PLAIN:
         inverse = tf.rsqrt(variance + epsilon)
         y = add_along(x, -mean, axis) * along(inverse if scale is None else scale * inverse, x, axis)
         return y if offset is None else add_along(y, offset, axis)
-    return _shaped_as(normalize_by_one_op(_as_images(x), mean, _raised(variance, epsilon), scale, offset, epsilon), x)
+    return _shaped_as(normalize_by_one_op(_as_images(x), mean, variance, scale, offset, epsilon), x)
 
 
 def _as_images(x):
@@ -74,6 +77,7 @@ def normalize_by(x, moments, gamma, beta, axis, epsilon, ops):
     would save no time, and take as much memory as the output.
     """
     _, mean, variance = unpack(moments)
+    variance = _variance_for(ops, variance, epsilon)
     with tf.control_dependencies([moments]):  # not before the towers have met
         wide = tf.cast(x, mean.dtype)
     return tf.cast(_normalize(wide, mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
@@ -82,7 +86,7 @@ def normalize_by(x, moments, gamma, beta, axis, epsilon, ops):
 def fused_statistics(moments, *, epsilon):
     """Returns the mean and the variance that `normalize_by_one_op` is to be given, two tensors [C]."""
     _, mean, variance = unpack(moments)
-    return mean, _raised(variance, epsilon)
+    return mean, _variance_for(FUSED, variance, epsilon)
 
 
 def normalize_by_one_op(images, mean, variance, scale, offset, epsilon):
@@ -103,9 +107,9 @@ def normalize_by_one_op(images, mean, variance, scale, offset, epsilon):
     return y
 
 
-def _raised(variance, epsilon):
-    """Returns a variance as much larger as `epsilon` is smaller than what the fused op takes."""
-    return variance + (epsilon - _EPSILON) if epsilon < _EPSILON else variance
+def _variance_for(ops, variance, epsilon):
+    """Returns the variance, raised for the fused op by as much as `epsilon` is below the least that it takes."""
+    return variance if ops == PLAIN or epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
 
 
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
@@ -176,6 +180,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
     if training is not None:
         share = tf.where_v2(training, share, tf.zeros_like(share))
     deviation, factor = tf.sqrt(variance + epsilon), share if scaled is None else scale * share
+    variance = _variance_for(ops, variance, epsilon)
     with tf.control_dependencies([totals]):  # as in `gradient_sums`
         x = tf.cast(x, mean.dtype)
 
