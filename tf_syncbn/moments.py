@@ -83,7 +83,8 @@ def _square_sums(x, axis, sums_by):
     rows = _rows(x)
     if tf.dimension_value(rows.shape[0]) is not None and rows.shape[0] <= 2 * _BLOCK:
         return channel_sums(tf.square(rows), 1, sums_by)
-    # A norm reads x once and writes no squares, which take as long as the sum; but it is slow for few blocks.
+    # A norm reads x once and writes no squares, which take as long as the sum. It is slow for few blocks: the moments of two
+    # towers of 128 rows of 2,048 channels took 0.44 ms, by squares and products 0.25 ms (2.21.0).
     blocks, rest = _blocks(rows)
     sums = tf.reduce_sum(tf.square(tf.math.reduce_euclidean_norm(blocks, 1)), 0)
     return sums if rest is None else sums + tf.reduce_sum(tf.square(rest), 0)
