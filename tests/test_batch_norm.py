@@ -426,7 +426,8 @@ def kept_for_backward(ops_before, ops_after):
             tensor = tensor.op.inputs[tensor.op.outputs.index(tensor)]
         return tensor
     forward = set(ops_before)
-    backward = [op for op in ops_after if op not in forward and op.type != "ZerosLike"]  # of outputs that nobody uses
+    # tf.gradients makes zeros for outputs that nobody uses; those that nobody reads never run.
+    backward = [op for op in ops_after if op not in forward and (op.type != "ZerosLike" or op.outputs[0].consumers())]
     return {source(tensor) for op in backward for tensor in op.inputs if tensor.op in forward}
 
 

@@ -267,10 +267,11 @@ def test_tf_layers_whose_mode_is_fed_train_as_one_tower_does_and_freeze(kwargs, 
     if IS_TF1 and kind == "fused in tf.cond" and not mode:
         # Unconverted, it averages memory that the fused op never wrote, with weight 0: NaN if that holds NaN.
         replicas = build(converted, batch_of(shape), num_towers=3)
+        updates = towers.collect_update_ops(replicas)
         with session() as made:
             before = made.run(tf.global_variables())
             for _ in range(3):
-                made.run([replicas.loss, towers.collect_update_ops(replicas)])
+                made.run([replicas.loss, updates])
             np.testing.assert_equal(made.run(tf.global_variables()), before)
         converted = tf_syncbn.convert_model(without_updates(model_fn))
     assert_equals_one_batch(converted, batch_of(shape), num_towers=3, sizes=SIZES)
