@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["num_cores", "target", "write"]
+__all__ = ["num_cores", "session_runs_onednn", "target", "write"]
 
 
 def write(out, benchmark, settings, rows, targets):
@@ -53,7 +53,7 @@ def num_cores():
 
 
 def _environment():
-    module, onednn, v2_behaviour = sys.modules["__main__"].__spec__, _runs_onednn(), bool(tf.executing_eagerly())
+    module, onednn, v2_behaviour = sys.modules["__main__"].__spec__, session_runs_onednn(), bool(tf.executing_eagerly())
     v1_of_2 = not v2_behaviour and not tf.__version__.startswith("1.")
     return {
         "lane": "tf" + tf.__version__ + ("-onednn" if onednn else "") + ("-v1" if v1_of_2 else ""),
@@ -67,6 +67,7 @@ def _environment():
         "numpy": np.__version__,
         "onednn": onednn,
         "v2_behaviour": v2_behaviour,
+        "malloc": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
     }
 
 
@@ -80,7 +81,7 @@ def _proc_entry(path, key):
     return None
 
 
-def _runs_onednn():
+def session_runs_onednn():
     """Tells whether TensorFlow puts oneDNN's kernels in the place of its own, by what it runs for a convolution."""
     metadata = tf.RunMetadata()
     with tf.Graph().as_default(), tf.Session() as session:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, wait_only_for
+from benchmarks.record import session_runs_onednn
+from towers.exchange import (branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, runs_onednn,
+                             wait_only_for)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|remove_all_control_inputs|set_device|set_attr|"
@@ -90,6 +92,10 @@ def test_ops_of_a_gradient_know_the_op_that_they_are_the_gradient_of():
     made = [op for op in tf.get_default_graph().get_operations() if op not in before]
     assert forward_op_of(y.op) is None
     assert any(op.type == "Cos" and forward_op_of(op) is y.op for op in made)
+
+
+def test_onednn_is_known_without_a_session():
+    assert runs_onednn() == session_runs_onednn()
 
 
 def test_gradient_override_map_reaches_identity_n():

@@ -8,7 +8,8 @@ import towers
 from tests.batch_norm_oracle import normalized
 from tests.support import build, cpus, run, session
 from tf_syncbn.graph_function import call, call_with_gradient
-from tf_syncbn.normalization import FUSED, FUSED_GRADIENT, PLAIN, gradient_sums, input_gradient
+from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, gradient_sums, input_gradient,
+                                     normalize_by)
 
 X = np.random.RandomState(0).randn(6, 4, 4, 3).astype(np.float32) * 2 + 1
 traces = []
@@ -61,7 +62,7 @@ def test_the_gradient_is_that_of_the_plain_kernel_to_any_order():
     np.testing.assert_allclose(run([y, first, second]), [[1, 8], [3, 12], [6, 12]])
 
 
-@pytest.mark.parametrize("shape", [[6, 4, 4, 3], [40, 3], [5, 2, 4, 4, 3]])
+@pytest.mark.parametrize("shape", [[6, 4, 4, 3], [40, 3], [7, 3], [0, 4, 4, 3], [5, 2, 4, 4, 3]])
 @pytest.mark.parametrize("with_gamma", [False, True])
 def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
     rng = np.random.RandomState(1)
@@ -70,12 +71,13 @@ def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
     moments = tf.constant([np.prod(shape[:-1]), 0.1, 0.2, -0.3, 1.1, 0.9, 1.3], tf.float32)
     totals = tf.constant(rng.randn(5, 3), tf.float32)
     epsilon, axis, results = 1e-6, len(shape) - 1, []
-    for ops in (PLAIN, FUSED, FUSED_GRADIENT):
+    for ops in (PLAIN, FUSED, FUSED_ROWS, FUSED_GRADIENT):
+        y = normalize_by(x, moments, gamma, gamma, axis, epsilon, ops)
         for scales in (True,) if ops == FUSED_GRADIENT else (False, True):
             sums, *scaled = gradient_sums(dy, x, moments, gamma, False, axis, epsilon, "reduce", ops, scales)
             assert len(scaled) == scales
             dx, = input_gradient(dy, x, moments, sums[2], totals, scaled[0] if scaled else None, None, None, axis, epsilon, ops)
-            results.append([sums, dx])
+            results.append([y, sums, dx])
     plain, *fused = run(results)
     for others in fused:
         for a, b in zip(others, plain):
@@ -93,7 +95,8 @@ def ancestors_of(op):
     return found
 
 
-@pytest.mark.parametrize("ops,dtype", [(PLAIN, tf.float64), (FUSED, tf.float32), (FUSED_GRADIENT, tf.float16)])
+@pytest.mark.parametrize("ops,dtype", [(PLAIN, tf.float64), (FUSED, tf.float32), (FUSED_ROWS, tf.float32),
+                                       (FUSED_GRADIENT, tf.float16)])
 def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(ops, dtype):
     dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
     wide = tf.float64 if dtype == tf.float64 else tf.float32

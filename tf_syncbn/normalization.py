@@ -8,8 +8,10 @@ the time over the fused op's:
 - Products with vectors: the fused op in inference mode reads and writes once; `mul` and `bias_add` do so twice, and
   broadcasting products are slow (1.15.5: a third of a millisecond for half a megabyte in a ResNet-20).
 - The gradient's sums: on 1.15.5 products and sums by products with ones (0.71 of the fused gradient, 0.82 with the next);
-  on TensorFlow 2 the fused gradient op in inference mode, which gives both sums and `a dy` in one (1.4 of the fused
-  gradient with oneDNN and 0.9 without, products 1.65 and 0.8).
+  on TensorFlow 2 with oneDNN the fused gradient op in inference mode, which gives both sums and `a dy` in one (1.4 of the
+  fused gradient, products 1.65), and products without (0.8, the op 0.9).
+- Rows of few channels: on TensorFlow 2 without oneDNN the fused op starts anew in each row; eight rows of 32 channels taken
+  as one of 256 brought a layer on two towers from 0.93 of the unsynchronized one to 0.86. Elsewhere it gains nothing.
 - The fused op's own moments, its output thrown away, are no way out: its variance is off by up to 1e3 times where the mean
   is 1e4 standard deviations, with and without oneDNN.
 - Kernels compiled by XLA were no faster within a training step: 1.23 of the unsynchronized step, these 1.19 (2.21.0).
@@ -19,14 +21,16 @@ import tensorflow.compat.v1 as tf
 
 from tf_syncbn.moments import add_along, along, channel_sums, unpack
 
-__all__ = ["FUSED", "FUSED_GRADIENT", "PLAIN", "fused_statistics", "gradient_sums", "input_gradient", "normalize",
+__all__ = ["FUSED", "FUSED_GRADIENT", "FUSED_ROWS", "PLAIN", "fused_statistics", "gradient_sums", "input_gradient", "normalize",
            "normalize_by", "normalize_by_one_op"]
 
 PLAIN = "plain"  # ops that TensorFlow differentiates to any order, for any axis and dtype
 FUSED = "fused"  # float32, channels last: products with vectors by the fused op
+FUSED_ROWS = "fused rows"  # as FUSED, several short rows at a time
 FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fused gradient op; without a mask
 
 _EPSILON = 1.001e-5  # the least that cuDNN takes
+_LONG = 256  # channels that need not be joined to longer rows
 
 
 def normalize(x, mean, variance, gamma, beta, epsilon, axis):
@@ -56,7 +60,24 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
         inverse = tf.rsqrt(variance + epsilon)
         y = add_along(x, -mean, axis) * along(inverse if scale is None else scale * inverse, x, axis)
         return y if offset is None else add_along(y, offset, axis)
-    return _shaped_as(normalize_by_one_op(_as_images(x), mean, variance, scale, offset, epsilon), x)
+    images, vectors = _as_images(x), (mean, variance, *_or_ones_and_zeros(scale, offset, mean))
+    if ops == FUSED_ROWS:
+        images, vectors = _in_long_rows(images, vectors)
+    return _shaped_as(normalize_by_one_op(images, *vectors, epsilon), x)
+
+
+def _or_ones_and_zeros(scale, offset, mean):
+    return tf.ones_like(mean) if scale is None else scale, tf.zeros_like(mean) if offset is None else offset
+
+
+def _in_long_rows(images, vectors):
+    """Takes several rows of channels as one, as many as divide their number and fit, and repeats vectors [C] as often."""
+    channels, size, joined = tf.dimension_value(images.shape[-1]), images.shape.num_elements(), 1
+    while size and 2 * joined * channels <= _LONG and size % (2 * joined * channels) == 0:
+        joined *= 2
+    if joined == 1:
+        return images, vectors
+    return tf.reshape(images, [-1, 1, 1, joined * channels]), tf.unstack(tf.tile(tf.stack(vectors), [1, joined]))
 
 
 def _as_images(x):
@@ -65,7 +86,7 @@ def _as_images(x):
 
 
 def _shaped_as(images, x):
-    if x.shape.rank == 4:
+    if x.shape.rank == 4 and tf.dimension_value(images.shape[-1]) == tf.dimension_value(x.shape[-1]):
         return images
     return tf.reshape(images, x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x))
 
@@ -101,8 +122,7 @@ def normalize_by_one_op(images, mean, variance, scale, offset, epsilon):
     Returns:
       Tensor [B, H, W, C].
     """
-    y, _, _ = tf.nn.fused_batch_norm(images, tf.ones_like(mean) if scale is None else scale,
-                                     tf.zeros_like(mean) if offset is None else offset, mean, variance,
+    y, _, _ = tf.nn.fused_batch_norm(images, *_or_ones_and_zeros(scale, offset, mean), mean, variance,
                                      epsilon=max(epsilon, _EPSILON), is_training=False)
     return y
 
@@ -128,7 +148,7 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
       axis: int, not negative.
       epsilon: float.
       sums_by: see `tf_syncbn.moments.channel_sums`.
-      ops: PLAIN, FUSED or FUSED_GRADIENT.
+      ops: PLAIN, FUSED, FUSED_ROWS or FUSED_GRADIENT.
       scales: whether to return `a dy`, as FUSED_GRADIENT has to.
 
     Returns:
@@ -169,7 +189,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
       mask: weights of the positions, of a shape that broadcasts to `x`, or None.
       axis: int, not negative.
       epsilon: float.
-      ops: PLAIN, FUSED or FUSED_GRADIENT.
+      ops: PLAIN, FUSED, FUSED_ROWS or FUSED_GRADIENT.
 
     Returns:
       A tuple of one tensor of the shape and dtype of `x`.

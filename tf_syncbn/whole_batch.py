@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.cross_tower import cross_tower_sum_at
-from towers.exchange import gradient_place, meet_at, next_place, remember_place
+from towers.exchange import gradient_place, meet_at, next_place, remember_place, runs_onednn
 from tf_syncbn.graph_function import call, call_with_gradient
 from tf_syncbn.moments import accumulator, along, local_moments, merge_groups, unpack
-from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, PLAIN, fused_statistics, gradient_sums, input_gradient,
-                                     normalize_by, normalize_by_one_op)
+from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, fused_statistics, gradient_sums,
+                                     input_gradient, normalize_by, normalize_by_one_op)
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
@@ -71,7 +71,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     if training is not None:
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
     optional = (gamma, beta, mask, training)
-    if how.ops != PLAIN and x.dtype == tf.float32 and x.shape.rank == 4:
+    if how.ops in (FUSED, FUSED_GRADIENT) and x.dtype == tf.float32 and x.shape.rank == 4:
         # With oneDNN, Grappler makes one op of the fused op and of a ReLU that reads it, but not through a kernel's call or
         # an identity_n. So the layer's gradient stands in front of the op, whose own gradient hands dy on to it.
         x = _with_gradient(place, how, x, used, x, optional)
@@ -111,8 +111,9 @@ def _fastest(x, axis, mask, tower):
     sums_by = "matmul" if on_cpu else "reduce"
     if accumulator(x.dtype) != tf.float32 or axis != x.shape.rank - 1:
         return sums_by, PLAIN
-    products = mask is not None or on_cpu and tf.__version__.startswith("1.")
-    return sums_by, FUSED if products else FUSED_GRADIENT
+    if on_cpu and not runs_onednn():
+        return sums_by, FUSED if tf.__version__.startswith("1.") else FUSED_ROWS
+    return sums_by, FUSED_GRADIENT if mask is None else FUSED
 
 
 def _merged(group_size):

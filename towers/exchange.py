@@ -17,6 +17,7 @@ import re
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
+from tensorflow.python.framework import test_util
 
 from towers.context import current_tower, differentiate, is_differentiating
 
@@ -305,6 +306,11 @@ def wait_only_for(op, others):
     """Makes an op that exists already wait for no ops but `others`, besides those that its inputs come from."""
     op._remove_all_control_inputs()  # pylint: disable=protected-access
     op._add_control_inputs(list(others))  # pylint: disable=protected-access
+
+
+def runs_onednn():
+    """Tells whether TensorFlow puts oneDNN's kernels in the place of its own on CPUs."""
+    return bool(test_util.IsMklEnabled())
 
 
 def branch_of(op):
