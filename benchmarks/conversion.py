@@ -17,7 +17,8 @@ from benchmarks.variants import SYNCED, UNSYNCED
 __all__ = ["main"]
 
 CONVERTED = "converted towers"
-_IMAGE_SHAPE, _TARGET, _TOLERANCE = (64, 64, 3), 1.10, 1e-3
+_IMAGE_SHAPE, _TARGET, _TOLERANCE = (64, 64, 3), 1.10, 1e-4
+_FLOORS = 5  # what rounding may do, over what it does where nothing but the order of the images changes
 
 
 def main(argv=None):
@@ -26,9 +27,10 @@ def main(argv=None):
     built = {name: _make(model_fn, settings) for name, model_fn in (
         (CONVERTED, tf_syncbn.convert_model(resnet_50(fused_layers()))), (UNSYNCED, resnet_50(fused_layers())),
         (SYNCED, resnet_50(synced_layers())))}
-    difference = _check_losses(built, settings.towers * settings.batch_size)
-    print("From the same weights, the losses of the converted network and of that with sync_batch_norm agree within %.1g."
-          % difference)
+    checked = _check_losses(built, settings.towers * settings.batch_size)
+    print("From the same weights, the losses of the converted network and of that with sync_batch_norm agree within %.1g, and "
+          "after a step within %.1g. (With the images in another order, the latter's own are %.1g apart after a step.)"
+          % checked)
     seconds = take_turns({name: variant.step for name, variant in built.items()}, settings.rounds, label="conversion")
     peers = {name: {"milliseconds": spread(1e3 * seconds[name]), "ratio": paired_ratio(seconds, CONVERTED, name)}
              for name in built}
@@ -36,7 +38,7 @@ def main(argv=None):
                  "rounds": settings.rounds, "optimizer": "momentum SGD"}
     ratio = peers[UNSYNCED]["ratio"]
     return record.write(settings.out, "conversion", described, [{"towers": settings.towers, "peers": peers,
-                                                                 "largest_difference_of_losses": difference}], [
+                                                                 "differences_of_losses": checked}], [
         record.target("conversion, %d converted towers / %s" % (settings.towers, UNSYNCED), ratio["median"], _TARGET,
                       ratio["lower_quartile"], ratio["upper_quartile"])])
 
@@ -53,16 +55,28 @@ def _make(model_fn, settings):
 
 
 def _check_losses(built, size):
-    """Returns how far the losses of three steps are apart, relative, and refuses what trains another network."""
-    weights, batch = built[SYNCED].weights(), variants.make_batch(size, image_shape=_IMAGE_SHAPE)
-    losses = {}
-    for name, variant in built.items():
-        variant.load(weights, *batch)
-        losses[name] = np.array([variant.step() for _ in range(3)])  # the later ones depend on gradients too
-    difference = float(np.max(np.abs(losses[CONVERTED] / losses[SYNCED] - 1)))
-    if not difference <= _TOLERANCE:
-        raise RuntimeError("The converted network does not train as that with sync_batch_norm: their losses are %s." % losses)
-    return difference
+    """Trains a step from the same weights and the same batch, and refuses a converted network that trains another one.
+
+    The later loss depends on the gradients too. Rounding grows through fifty layers of batch norm: with 16 images the
+    network's own loss after one step differs by a tenth if nothing but their order is changed.
+
+    Returns:
+      How far the converted network's first losses and those after the step are apart, and what the order of the images does
+      to the latter, relative.
+    """
+    weights, (images, labels) = built[SYNCED].weights(), variants.make_batch(size, image_shape=_IMAGE_SHAPE)
+
+    def losses(name, images, labels):
+        built[name].load(weights, images, labels)
+        return np.array([built[name].step() for _ in range(2)])
+
+    ours, theirs, reordered = (losses(CONVERTED, images, labels), losses(SYNCED, images, labels),
+                               losses(SYNCED, images[::-1], labels[::-1]))
+    (first, later), (_, floor) = (np.abs(other / theirs - 1) for other in (ours, reordered))
+    if not (first <= _TOLERANCE and later <= max(_TOLERANCE, _FLOORS * floor)):
+        raise RuntimeError("The converted network does not train as that with sync_batch_norm: its losses are %s, the other's "
+                           "%s, and %s with the images in another order." % (ours, theirs, reordered))
+    return float(first), float(later), float(floor)
 
 
 if __name__ == "__main__":

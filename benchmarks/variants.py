@@ -82,16 +82,14 @@ class GraphVariant:
             self._images = _input_variables("images", tf.float32, (batch_size,) + image_shape, devices)
             self._labels = _input_variables("labels", tf.int32, (batch_size,), devices)
             fetches = build([v.read_value() for v in self._images], [v.read_value() for v in self._labels], devices)
-            initialize = [tf.global_variables_initializer(), tf.local_variables_initializer()]
+            self._initialize = [tf.global_variables_initializer(), tf.local_variables_initializer()]
         self._session = tf.Session(graph=self._graph, config=towers.session_config(devices))
-        self._session.run(initialize)
+        self._session.run(self._initialize)
         self._run = self._session.make_callable(list(fetches))
 
     def load(self, weights, images, labels):
-        """Takes weights, a dict from names such as "first/kernel" to arrays, and the whole batch, arrays.
-
-        The optimizer's state stays.
-        """
+        """Starts anew from weights, a dict from names such as "first/kernel" to arrays, and the whole batch, arrays."""
+        self._session.run(self._initialize)
         variables = {v.op.name: v for v in self._graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
         values = [(variables[name], value) for name, value in weights.items()]
         values += list(zip(self._images, np.split(images, len(self._images))))
