@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 LANES ?= tf1 tf2-keras2 tf2
+# Test processes at a time: TensorFlow builds graphs in Python, on one core each.
+TEST_PROCESSES ?= 2
 TRAIN_DIR ?= runs/generated
 BENCH_DIR ?= runs/benchmarks
 # With pyenv, the Pythons of all lanes have to be made visible.
@@ -19,15 +21,15 @@ bench: $(VENV)/ready
 	$(RUN) -m benchmarks --out $(BENCH_DIR)
 
 test: $(VENV)/ready
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(TEST_PROCESSES)
 
 # The library once more under TensorFlow 2's resource variables and control flow.
 test-graph: $(VENV)/ready
-	TOWERS_TEST_BEHAVIOUR=graph $(RUN) -m pytest tests --ignore=tests/examples
+	TOWERS_TEST_BEHAVIOUR=graph $(RUN) -m pytest -n $(TEST_PROCESSES) tests --ignore=tests/examples
 
 # Every lane whose Python this machine has; nox says which it left out.
 test-all: $(VENV)/nox
-	$(WITH_ALL_PYTHONS) $(VENV)/bin/nox -s $(LANES)
+	$(WITH_ALL_PYTHONS) $(VENV)/bin/nox -s $(LANES) -- -n $(TEST_PROCESSES)
 
 lint: $(VENV)/ready
 	$(RUN) -m flake8
