@@ -12,10 +12,13 @@ the time over the fused op's:
   fused gradient, products 1.65), and products without (0.8, the op 0.9).
 - Rows of few channels: on TensorFlow 2 without oneDNN the fused op starts anew in each row; eight rows of 32 channels taken
   as one of 256 brought a layer on two towers from 0.93 of the unsynchronized one to 0.86. Elsewhere it gains nothing.
-- The fused op's own moments, its output thrown away, are no way out: its variance is off by up to 1e3 times where the mean
-  is 1e4 standard deviations, with and without oneDNN.
-- Kernels compiled by XLA were no faster within a training step: 1.23 of the unsynchronized step, these 1.19 (2.21.0).
-- With oneDNN the fused op runs at the speed of memory, and nothing that meets between its halves was faster.
+- The fused op's own moments, its output thrown away, are no way out: it adds row to row, with and without oneDNN. Where the
+  mean is 1e4 standard deviations, 16,000 rows gave a mean off by 0.02 of one, a million rows a variance off by 1e4 times.
+- Kernels compiled by XLA were no faster within a training step: 1.23 of the unsynchronized step, these 1.19 (2.21.0). Its sums
+  over rows are slow: moments of two towers of 4 MB took 1.6 ms, by the ops here 0.75 ms.
+- With oneDNN the fused op runs at the speed of memory, and nothing that meets between its halves was faster. Differences from
+  near the mean written over the input, and the gradient's last products in place, saved a tenth of the kernels' time and 0 to 2
+  % of a ResNet-50's step: not worth a second form of the layer.
 """
 import tensorflow.compat.v1 as tf
 
