@@ -11,29 +11,36 @@ the time over the fused op's:
   on TensorFlow 2 with oneDNN the fused gradient op in inference mode, which gives both sums and `a dy` in one (1.4 of the
   fused gradient, products 1.65), and products without (0.8, the op 0.9).
 - Rows of few channels: on TensorFlow 2 without oneDNN the fused op starts anew in each row; eight rows of 32 channels taken
-  as one of 256 brought a layer on two towers from 0.93 of the unsynchronized one to 0.86. Elsewhere it gains nothing.
+  as one of 256 brought a layer on two towers from 0.93 of the unsynchronized one to 0.86. Elsewhere it gains nothing. For
+  `mul` and `bias_add` see `tf_syncbn.moments.join_rows`.
+- Small tensors: a fused op takes 0.1 ms to start, so up to half a megabyte three plain ops are faster on TensorFlow 2 without
+  oneDNN: layers of 0.25 and 0.5 MB 0.6 and 0.8 of the unsynchronized one, by the fused op 1.4 and 1.2. With oneDNN such layers
+  gain alone and not in a training step, where they would lose the ReLU that becomes part of the fused op.
 - The fused op's own moments, its output thrown away, are no way out: it adds row to row, with and without oneDNN. Where the
   mean is 1e4 standard deviations, 16,000 rows gave a mean off by 0.02 of one, a million rows a variance off by 1e4 times.
 - Kernels compiled by XLA were no faster within a training step: 1.23 of the unsynchronized step, these 1.19 (2.21.0). Its sums
   over rows are slow: those of the gradient took 1.3 ms on two towers of 4 MB, by the fused op, `a dy` included, 0.8 ms.
 - With oneDNN the fused op runs at the speed of memory, and nothing that meets between its halves was faster. Differences from
   near the mean written over the input, and the gradient's last products in place, saved a tenth of the kernels' time and 0 to 2
-  % of a ResNet-50's step: not worth a second form of the layer.
+  % of a ResNet-50's step: not worth a second form of the layer. The towers' batches themselves joined on one device, and
+  the fused op over them: 1.09 of a ResNet-20's unsynchronized step, these 1.18, and a converted ResNet-50's as fast.
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.moments import add_along, along, channel_sums, unpack
+from tf_syncbn.moments import add_along, along, channel_sums, join_rows, multiply_along, unpack
 
-__all__ = ["FUSED", "FUSED_GRADIENT", "FUSED_ROWS", "PLAIN", "fused_statistics", "gradient_sums", "input_gradient", "normalize",
-           "normalize_by", "normalize_by_one_op"]
+__all__ = ["FUSED", "FUSED_GRADIENT", "FUSED_ROWS", "PLAIN", "PLAIN_ROWS", "fused_statistics", "gradient_sums",
+           "input_gradient", "normalize", "normalize_by", "normalize_by_one_op"]
 
 PLAIN = "plain"  # ops that TensorFlow differentiates to any order, for any axis and dtype
+PLAIN_ROWS = "plain rows"  # channels last: as PLAIN, several short rows at a time
 FUSED = "fused"  # float32, channels last: products with vectors by the fused op
 FUSED_ROWS = "fused rows"  # as FUSED, several short rows at a time
 FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fused gradient op; without a mask
 
+_ROWS = (PLAIN_ROWS, FUSED_ROWS)
 _EPSILON = 1.001e-5  # the least that cuDNN takes
-_LONG = 256  # channels that need not be joined to longer rows
+_FUSED_ROW = 256  # numbers, that the fused op's rows are joined to
 
 
 def normalize(x, mean, variance, gamma, beta, epsilon, axis):
@@ -59,28 +66,20 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
 
     `variance` is what `_variance_for` these ops returned.
     """
-    if ops == PLAIN:
+    joins = ops in _ROWS
+    if ops in (PLAIN, PLAIN_ROWS):
         inverse = tf.rsqrt(variance + epsilon)
-        y = add_along(x, -mean, axis) * along(inverse if scale is None else scale * inverse, x, axis)
-        return y if offset is None else add_along(y, offset, axis)
-    images, vectors = _as_images(x), (mean, variance, *_or_ones_and_zeros(scale, offset, mean))
-    if ops == FUSED_ROWS:
-        images, vectors = _in_long_rows(images, vectors)
-    return _shaped_as(normalize_by_one_op(images, *vectors, epsilon), x)
+        y = multiply_along(add_along(x, -mean, axis, joins), inverse if scale is None else scale * inverse, axis, joins)
+        return y if offset is None else add_along(y, offset, axis, joins)
+    images, vectors = x, (mean, variance, *_or_ones_and_zeros(scale, offset, mean))
+    if joins:
+        rows, vectors = join_rows(x, vectors, _FUSED_ROW)
+        images = x if rows.shape[1] == x.shape[-1] else rows
+    return _shaped_as(normalize_by_one_op(_as_images(images), *vectors, epsilon), x)
 
 
 def _or_ones_and_zeros(scale, offset, mean):
     return tf.ones_like(mean) if scale is None else scale, tf.zeros_like(mean) if offset is None else offset
-
-
-def _in_long_rows(images, vectors):
-    """Takes several rows of channels as one, as many as divide their number and fit, and repeats vectors [C] as often."""
-    channels, size, joined = tf.dimension_value(images.shape[-1]), images.shape.num_elements(), 1
-    while size and 2 * joined * channels <= _LONG and size % (2 * joined * channels) == 0:
-        joined *= 2
-    if joined == 1:
-        return images, vectors
-    return tf.reshape(images, [-1, 1, 1, joined * channels]), tf.unstack(tf.tile(tf.stack(vectors), [1, joined]))
 
 
 def _as_images(x):
@@ -132,7 +131,7 @@ def normalize_by_one_op(images, mean, variance, scale, offset, epsilon):
 
 def _variance_for(ops, variance, epsilon):
     """Returns the variance, raised for the fused op by as much as `epsilon` is below the least that it takes."""
-    return variance if ops == PLAIN or epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
+    return variance if ops in (PLAIN, PLAIN_ROWS) or epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
 
 
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
@@ -151,7 +150,7 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
       axis: int, not negative.
       epsilon: float.
       sums_by: see `tf_syncbn.moments.channel_sums`.
-      ops: PLAIN, FUSED, FUSED_ROWS or FUSED_GRADIENT.
+      ops: PLAIN, PLAIN_ROWS, FUSED, FUSED_ROWS or FUSED_GRADIENT.
       scales: whether to return `a dy`, as FUSED_GRADIENT has to.
 
     Returns:
@@ -168,7 +167,7 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
                 y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
                 reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
             return tf.stack([d_offset, d_scale, scale]), _shaped_as(scaled, x)
-        centred = add_along(x, -mean, axis)
+        centred = add_along(x, -mean, axis, sums_by != "reduce")
         products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
         sums = tf.stack([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse, scale])
         return (sums, dy * along(scale, x, axis)) if scales else (sums,)
@@ -192,7 +191,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
       mask: weights of the positions, of a shape that broadcasts to `x`, or None.
       axis: int, not negative.
       epsilon: float.
-      ops: PLAIN, FUSED, FUSED_ROWS or FUSED_GRADIENT.
+      ops: PLAIN, PLAIN_ROWS, FUSED, FUSED_ROWS or FUSED_GRADIENT.
 
     Returns:
       A tuple of one tensor of the shape and dtype of `x`.
@@ -213,7 +212,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
 
         dx = pull(*tf.unstack(totals[:3] * factor)[:2])
         if scaled is None:
-            dx = (dx + tf.cast(dy, x.dtype)) * along(scale, x, axis)
+            dx = multiply_along(dx + tf.cast(dy, x.dtype), scale, axis, ops in _ROWS)
         else:
             dx = tf.add_n([scaled, dx])
         if totals.shape[0] == 5:

@@ -9,8 +9,8 @@ import tensorflow.compat.v1 as tf
 from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place, runs_onednn
 from tf_syncbn.graph_function import call, call_with_gradient
-from tf_syncbn.moments import accumulator, along, local_moments, merge_groups, unpack
-from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, fused_statistics, gradient_sums,
+from tf_syncbn.moments import accumulator, along, is_small, local_moments, merge_groups, unpack
+from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, PLAIN_ROWS, fused_statistics, gradient_sums,
                                      input_gradient, normalize_by, normalize_by_one_op)
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
@@ -108,11 +108,12 @@ def moments_over_towers(x, axis, tower):
 def _fastest(x, axis, mask, tower):
     """Returns how `channel_sums` is to sum and which ops the kernels are to use; see `tf_syncbn.normalization`."""
     on_cpu = tower is not None and "CPU" in tower.device.upper()
-    sums_by = "matmul" if on_cpu else "reduce"
+    by_eigen, is_1 = on_cpu and not runs_onednn(), tf.__version__.startswith("1.")
+    sums_by = "reduce" if not on_cpu else "long matmul" if by_eigen and not is_1 else "matmul"
     if accumulator(x.dtype) != tf.float32 or axis != x.shape.rank - 1:
         return sums_by, PLAIN
-    if on_cpu and not runs_onednn():
-        return sums_by, FUSED if tf.__version__.startswith("1.") else FUSED_ROWS
+    if by_eigen:
+        return sums_by, FUSED if is_1 else PLAIN_ROWS if is_small(x) else FUSED_ROWS
     return sums_by, FUSED_GRADIENT if mask is None else FUSED
 
 
