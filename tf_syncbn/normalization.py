@@ -40,7 +40,6 @@ FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fu
 
 _ROWS = (PLAIN_ROWS, FUSED_ROWS)
 _EPSILON = 1.001e-5  # the least that cuDNN takes
-_FUSED_ROW = 256  # numbers, that the fused op's rows are joined to
 
 
 def normalize(x, mean, variance, gamma, beta, epsilon, axis):
@@ -73,7 +72,7 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
         return y if offset is None else add_along(y, offset, axis, joins)
     images, vectors = x, (mean, variance, *_or_ones_and_zeros(scale, offset, mean))
     if joins:
-        rows, vectors = join_rows(x, vectors, _FUSED_ROW)
+        rows, vectors = join_rows(x, vectors)
         images = x if rows.shape[1] == x.shape[-1] else rows
     return _shaped_as(normalize_by_one_op(_as_images(images), *vectors, epsilon), x)
 
