@@ -38,7 +38,7 @@ FUSED = "fused"  # float32, channels last: products with vectors by the fused op
 FUSED_ROWS = "fused rows"  # as FUSED, several short rows at a time
 FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fused gradient op; without a mask
 
-_ROWS = (PLAIN_ROWS, FUSED_ROWS)
+_PLAINS, _ROWS = (PLAIN, PLAIN_ROWS), (PLAIN_ROWS, FUSED_ROWS)
 _EPSILON = 1.001e-5  # the least that cuDNN takes
 
 
@@ -66,7 +66,7 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
     `variance` is what `_variance_for` these ops returned.
     """
     joins = ops in _ROWS
-    if ops in (PLAIN, PLAIN_ROWS):
+    if ops in _PLAINS:
         inverse = tf.rsqrt(variance + epsilon)
         y = multiply_along(add_along(x, -mean, axis, joins), inverse if scale is None else scale * inverse, axis, joins)
         return y if offset is None else add_along(y, offset, axis, joins)
@@ -130,7 +130,7 @@ def normalize_by_one_op(images, mean, variance, scale, offset, epsilon):
 
 def _variance_for(ops, variance, epsilon):
     """Returns the variance, raised for the fused op by as much as `epsilon` is below the least that it takes."""
-    return variance if ops in (PLAIN, PLAIN_ROWS) or epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
+    return variance if ops in _PLAINS or epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
 
 
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
