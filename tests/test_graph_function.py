@@ -5,10 +5,9 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.batch_norm_oracle import largest, normalized
+from tests.batch_norm_oracle import normalized
 from tests.support import build, cpus, run, session
 from tf_syncbn.graph_function import call, call_with_gradient
-from tf_syncbn.moments import add_along, channel_sums, multiply_along
 from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, PLAIN_ROWS, gradient_sums, input_gradient,
                                      normalize_by)
 
@@ -83,23 +82,6 @@ def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
     for others in fused:
         for a, b in zip(others, plain):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("sums_by", ["reduce", "matmul", "long matmul"])
-@pytest.mark.parametrize("count", [1 << 16, (1 << 16) - 1])
-def test_sums_of_many_rows_are_nearer_than_row_added_to_row(sums_by, count):
-    x = np.square(np.random.RandomState(0).randn(count, 16)).astype(np.float32)
-    exact = x.sum(0, dtype=np.float64)
-    assert largest(np.add.reduce(x, 0) / exact - 1) > 1e-5  # row to row
-    assert largest(run(channel_sums(tf.constant(x), 1, sums_by)) / exact - 1) < 3e-6
-
-
-@pytest.mark.parametrize("shape", [[64, 3], [63, 3], [4, 3, 600], [0, 3], [8, 2, 0]])
-def test_products_with_vectors_are_the_same_by_joined_rows(shape):
-    rng = np.random.RandomState(0)
-    x, vector = rng.randn(*shape), rng.randn(shape[-1])
-    for function, expected in ((add_along, x + vector), (multiply_along, x * vector)):
-        np.testing.assert_array_equal(run(function(tf.constant(x), tf.constant(vector), len(shape) - 1, joins=True)), expected)
 
 
 def ancestors_of(op):

@@ -55,7 +55,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     """
     sums_by, ops = _fastest(x, how.axis, mask, tower)
     how = how._replace(sums_by=sums_by, ops=ops)
-    packed = call(local_moments, x, mask, axis=how.axis, sums_by=how.sums_by)
+    packed = _local_moments(x, mask, how.axis, how.sums_by)
     channels = tf.dimension_value(x.shape[how.axis])
     merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
     if correct is not None:
@@ -96,13 +96,18 @@ def moments_over_towers(x, axis, tower):
     Returns:
       Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.moments.merge`. Gradients pass its means and variances.
     """
-    packed = call(local_moments, x, None, axis=axis, sums_by=_fastest(x, axis, None, tower)[0])
+    packed = _local_moments(x, None, axis, _fastest(x, axis, None, tower)[0])
     results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
     place, whole = _meet(packed, _whole, results, tower)
     with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncMoments"}):
         whole, _ = outputs = tf.identity_n([whole, x], name="with_gradient")
     remember_place(outputs[0].op, place, axis)
     return whole
+
+
+def _local_moments(x, mask, axis, sums_by):
+    # On a GPU the second of their sums would have to wait for the first. Small tensors take less time than their extra ops.
+    return call(local_moments, x, mask, axis=axis, sums_by=sums_by, as_it_is=sums_by != "reduce" and not is_small(x))
 
 
 def _fastest(x, axis, mask, tower):

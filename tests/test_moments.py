@@ -1,0 +1,66 @@
+"""Sums and moments of one tower, of more rows than the laws of `sync_batch_norm` draw."""
+import hypothesis
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+from hypothesis import strategies as st
+
+from tests.batch_norm_oracle import largest
+from tests.support import run, session
+from tf_syncbn.graph_function import call
+from tf_syncbn.moments import add_along, channel_sums, local_moments, merge, multiply_along, unpack
+
+CHANNELS = 3
+TOLERANCES = {"float32": (2e-6, 3e-5), "float64": (1e-14, 1e-13)}  # of means in standard deviations, of variances
+
+
+@pytest.mark.parametrize("sums_by", ["reduce", "matmul", "long matmul"])
+@pytest.mark.parametrize("count", [1 << 16, (1 << 16) - 1])
+def test_sums_of_many_rows_are_nearer_than_row_added_to_row(sums_by, count):
+    x = np.square(np.random.RandomState(0).randn(count, 16)).astype(np.float32)
+    exact = x.sum(0, dtype=np.float64)
+    assert largest(np.add.reduce(x, 0) / exact - 1) > 1e-5  # row to row
+    assert largest(run(channel_sums(tf.constant(x), 1, sums_by)) / exact - 1) < 3e-6
+
+
+@pytest.mark.parametrize("shape", [[64, 3], [63, 3], [4, 3, 600], [0, 3], [8, 2, 0]])
+def test_products_with_vectors_are_the_same_by_joined_rows(shape):
+    rng = np.random.RandomState(0)
+    x, vector = rng.randn(*shape), rng.randn(shape[-1])
+    for function, expected in ((add_along, x + vector), (multiply_along, x * vector)):
+        np.testing.assert_array_equal(run(function(tf.constant(x), tf.constant(vector), len(shape) - 1, joins=True)), expected)
+
+
+def rows_of(count, means, order, dtype=np.float32):
+    """Returns `count` rows of channels of standard deviation 1 and the given means."""
+    x = np.random.RandomState(count).randn(count, len(means)) + means
+    return (np.sort(x, 0) if order == "sorted" else x).astype(dtype)
+
+
+@hypothesis.given(st.integers(0, 3000), st.booleans(), st.lists(st.sampled_from([0.0, -1.0, 3.0, 3.9, 4.1, 10.0, 1e2, 1e4]),
+                                                                min_size=CHANNELS, max_size=CHANNELS),
+                  st.booleans(), st.sampled_from(["drawn", "sorted"]), st.sampled_from(["float32", "float64"]))
+def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant, order, dtype):
+    x = rows_of(count, means, order, dtype)
+    if constant:
+        x[:, 0] = means[0]
+    with tf.Graph().as_default(), session() as made:
+        fed = tf.placeholder(dtype, x.shape if is_known else [None, CHANNELS])
+        packed = call(local_moments, fed, None, axis=1, sums_by="matmul", as_it_is=True)
+        n, mean, variance = made.run(unpack(merge(packed)), {fed: x})
+    assert n == count and (variance >= 0).all()
+    if count:
+        exact, means = x.astype(np.longdouble), np.abs(means)
+        of_mean, of_variance = TOLERANCES[dtype]
+        assert (np.abs(mean - exact.mean(0)) <= of_mean * (means + 1)).all()
+        rounding = np.square(np.finfo(dtype).eps * means)  # where a channel is constant
+        assert (np.abs(variance - exact.var(0)) <= of_variance * exact.var(0) + rounding).all()
+    else:
+        assert not mean.any() and not variance.any()
+
+
+@pytest.mark.parametrize("means,number", [([0, 0, 0], 0), ([-3.5, 3.5, 0], 0), ([0, 4.5, 0], 4), ([0, np.nan, 0], 4)])
+def test_rows_are_summed_again_where_a_mean_is_large(means, number):
+    local_moments(tf.constant(rows_of(1024, means, "drawn")), None, 1, "matmul", as_it_is=True)
+    differences, = [op.outputs[0] for op in tf.get_default_graph().get_operations() if op.type == "BiasAdd"]
+    assert run(differences).shape == (number, 256, CHANNELS)
