@@ -11,7 +11,8 @@ from tf_syncbn.graph_function import call
 from tf_syncbn.moments import add_along, channel_sums, local_moments, merge, multiply_along, unpack
 
 CHANNELS = 3
-TOLERANCES = {"float32": (2e-6, 3e-5), "float64": (1e-14, 1e-13)}  # of means in standard deviations, of variances
+TOLERANCES = {"float32": (2e-6, 2e-5), "float64": (1e-14, 1e-13)}  # of means in standard deviations, of variances
+OF_TWO_VALUES = 3  # times as much: the rounding of each sum of equal numbers errs to the same side
 
 
 @pytest.mark.parametrize("sums_by", ["reduce", "matmul", "long matmul"])
@@ -33,13 +34,14 @@ def test_products_with_vectors_are_the_same_by_joined_rows(shape):
 
 def rows_of(count, means, order, dtype=np.float32):
     """Returns `count` rows of channels of standard deviation 1 and the given means."""
-    x = np.random.RandomState(count).randn(count, len(means)) + means
+    x = np.random.RandomState(count).randn(count, len(means))
+    x = (np.sign(x) if order == "of two values" else x) + means
     return (np.sort(x, 0) if order == "sorted" else x).astype(dtype)
 
 
 @hypothesis.given(st.integers(0, 3000), st.booleans(), st.lists(st.sampled_from([0.0, -1.0, 3.0, 3.9, 4.1, 10.0, 1e2, 1e4]),
                                                                 min_size=CHANNELS, max_size=CHANNELS),
-                  st.booleans(), st.sampled_from(["drawn", "sorted"]), st.sampled_from(["float32", "float64"]))
+                  st.booleans(), st.sampled_from(["drawn", "sorted", "of two values"]), st.sampled_from(["float32", "float64"]))
 def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant, order, dtype):
     x = rows_of(count, means, order, dtype)
     if constant:
@@ -51,7 +53,7 @@ def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant
     assert n == count and (variance >= 0).all()
     if count:
         exact, means = x.astype(np.longdouble), np.abs(means)
-        of_mean, of_variance = TOLERANCES[dtype]
+        of_mean, of_variance = np.array(TOLERANCES[dtype]) * (OF_TWO_VALUES if order == "of two values" else 1)
         assert (np.abs(mean - exact.mean(0)) <= of_mean * (means + 1)).all()
         rounding = np.square(np.finfo(dtype).eps * means)  # where a channel is constant
         assert (np.abs(variance - exact.var(0)) <= of_variance * exact.var(0) + rounding).all()
@@ -59,8 +61,9 @@ def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant
         assert not mean.any() and not variance.any()
 
 
-@pytest.mark.parametrize("means,number", [([0, 0, 0], 0), ([-3.5, 3.5, 0], 0), ([0, 4.5, 0], 4), ([0, np.nan, 0], 4)])
+@pytest.mark.parametrize("means,number", [
+    ([0, 0, 0], 0), ([-3.5, 3.5, 0], 0), ([0, 4.5, 0], 16), ([0, np.nan, 0], 16), ([1e19, 0, 0], 16)])
 def test_rows_are_summed_again_where_a_mean_is_large(means, number):
     local_moments(tf.constant(rows_of(1024, means, "drawn")), None, 1, "matmul", as_it_is=True)
     differences, = [op.outputs[0] for op in tf.get_default_graph().get_operations() if op.type == "BiasAdd"]
-    assert run(differences).shape == (number, 256, CHANNELS)
+    assert run(differences).shape == (number, 64, CHANNELS)
