@@ -18,9 +18,10 @@ _SMALL = 1 << 17  # numbers of a tensor that ops read faster than some of Tensor
 _BLOCK = 256  # rows summed at a time
 _SAMPLE = 16  # one row in so many is enough for a first mean
 _FEW = 128  # rows that are taken whole: to choose among them takes longer
-# Of rows that are summed as they are: sums no longer than speed needs (1.15.5's products of 64 rows took 0.58 ms where those
-# of 128 took 0.42), and the mean, in standard deviations, above which differences are summed.
-_SHORT_PRODUCT, _SHORT_BLOCK, _LARGE_MEAN = 128 if tf.__version__.startswith("1.") else 64, 64, 4.0
+# Of rows that are summed as they are: sums no longer than speed needs, and the mean, in standard deviations, above which
+# differences are summed. Products of 128 rows lose more with oneDNN, and are faster without (0.42 ms, of 64 rows 0.58; 1.15.5).
+_SHORT_PRODUCT = {"matmul": 128 if tf.__version__.startswith("1.") else 64, "long matmul": 128}
+_SHORT_BLOCK, _LARGE_MEAN = 64, 4.0
 
 
 def accumulator(dtype):
@@ -198,7 +199,7 @@ def local_moments(x, mask, axis, sums_by, as_it_is=False):
     x = tf.cast(x, accumulator(x.dtype))
     count = _count(x, axis, mask)
     if as_it_is and mask is None and axis == x.shape.rank - 1:
-        return tf.concat([tf.reshape(count, [1]), _sums_as_it_is(_rows(x), count)], 0)
+        return tf.concat([tf.reshape(count, [1]), _sums_as_it_is(_rows(x), count, sums_by)], 0)
     if mask is None:
         near = _first_mean(x, axis, sums_by)
         differences = add_along(x, -near, axis, sums_by != "reduce")
@@ -212,7 +213,7 @@ def local_moments(x, mask, axis, sums_by, as_it_is=False):
     return tf.concat([tf.reshape(count, [1]), near, sums, squares], 0)
 
 
-def _sums_as_it_is(rows, count):
+def _sums_as_it_is(rows, count, sums_by):
     """Sums x and x^2, and where a mean is too large for that, differences from the mean and their squares.
 
     Differences would have to be written, which takes longer than to sum them: without them the moments of two towers of 4 MB
@@ -224,11 +225,12 @@ def _sums_as_it_is(rows, count):
     Args:
       rows: floating point tensor [R, C].
       count: scalar tensor, R.
+      sums_by: "matmul" or "long matmul".
 
     Returns:
       Tensor [3C]: s, sum d, sum d^2, see `local_moments`; s is the mean.
     """
-    products, blocks = _products(rows, _SHORT_PRODUCT), _blocks(rows, _SHORT_BLOCK)
+    products, blocks = _products(rows, _SHORT_PRODUCT[sums_by]), _blocks(rows, _SHORT_BLOCK)
     sums = _add_up_in_float64([tf.reduce_sum(block, 1) for block in blocks] if products is None else [products])
     squares = _add_up_in_float64(_squares_of_blocks(blocks))
     mean = sums * tf.div_no_nan(tf.ones([], tf.float64), tf.cast(count, tf.float64))
