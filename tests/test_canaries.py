@@ -11,7 +11,8 @@ from towers.exchange import (branch_of, control_flow_now, control_flow_of, forwa
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|remove_all_control_inputs|set_device|set_attr|"
-                     r"get_control_flow_context|original_op)\b|\.IsCondContext|tensorflow\.python|tensorflow_core")
+                     r"get_control_flow_context|original_op)\b|\.Is(Cond|While)Context|\.loop_exits|"
+                     r"tensorflow\.python|tensorflow_core")
 
 
 def test_update_input_changes_what_an_op_computes():
@@ -64,6 +65,25 @@ def test_control_flow_context_is_none_outside_and_seen_inside():
     graph = tf.get_default_graph()
     tf.cond(tf.placeholder(tf.bool, []), branch, branch)
     assert all(inside is not graph or flow is not None for inside, flow in seen)
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
+def test_the_result_of_a_loop_belongs_to_what_the_loop_stands_in():
+    inside = []
+
+    def body(depth):
+        def build(i, y):
+            inside.append(y.op)
+            if depth == 0:
+                inside.append(tf.while_loop(lambda i, _: i < 2, body(1), [tf.constant(0), y])[1].op)
+            return i + 1, tf.sin(y)
+        return build
+
+    x = tf.placeholder(tf.float32, [])
+    result = tf.while_loop(lambda i, _: i < 2, body(0), [tf.constant(0), x])[1]
+    outer, inner, inner_result = (control_flow_of(op) for op in inside)
+    assert control_flow_of(result.op) is None and inner_result is outer and inner is not outer and outer is not None
+    assert all(control_flow_of(op) is None for op in tf.gradients(result, x)[0].consumers() + [tf.gradients(result, x)[0].op])
 
 
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")

@@ -5,6 +5,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests.support import build, cpus, run, session, train_by, train_plainly
+from towers.graph_walk import ancestors
 
 X = np.random.RandomState(0).randn(6, 3).astype(np.float32)
 SGD = tf.train.GradientDescentOptimizer
@@ -156,7 +157,19 @@ def test_average_gradients_refuses_lists_that_do_not_agree():
         towers.average_gradients([[(None, v)]])
 
 
-def test_gradients_are_gated_and_colocated(monkeypatch):
+def test_no_averaged_gradient_is_there_before_all_towers_gradients_are():
+    def model(ids):
+        return tf.reduce_mean(tf.nn.embedding_lookup(variable("table", (5, 3)), ids) * variable("w") ** 2)
+
+    tower_grads = towers.compute_gradients(build(model, (np.array([0, 2, 2, 4]),), 2), SGD(1.0))
+    grads = towers.average_gradients(tower_grads)
+    every = {getattr(gradient, "values", gradient).op for pairs in tower_grads for gradient, _ in pairs}
+    assert len(grads) == 2 and isinstance(dict((v.op.name, g) for g, v in grads)["table"], tf.IndexedSlices)
+    for gradient, _ in grads:
+        assert every <= ancestors([getattr(gradient, "values", gradient)])
+
+
+def test_optimizers_are_asked_for_gradients_that_wait_for_nothing_on_the_ops_devices(monkeypatch):
     seen = []
     optimizer = SGD(1.0)
     original = optimizer.compute_gradients
@@ -167,4 +180,4 @@ def test_gradients_are_gated_and_colocated(monkeypatch):
 
     monkeypatch.setattr(optimizer, "compute_gradients", spy)
     towers.compute_gradients(build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2), optimizer)
-    assert seen == [(optimizer.GATE_OP, True)] * 2
+    assert seen == [(optimizer.GATE_NONE, True)] * 2

@@ -180,6 +180,21 @@ def test_an_update_that_is_the_result_of_a_cond_runs_where_the_cond_says():
             np.testing.assert_array_equal(made.run(tf.global_variables()[0]), [wanted] * 4)
 
 
+@pytest.mark.parametrize("policy", ["first", "all"])
+def test_an_update_may_need_the_result_of_a_loop(policy):
+    def model(x):  # a recurrent network before a batch norm is such a model
+        moving = tf.get_variable("moving", [4], initializer=tf.zeros_initializer(), trainable=False)
+        doubled = tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, 2 * y), [tf.constant(0), tf.reduce_mean(x, 0)])[1]
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_add(moving, doubled))
+        return tf.reduce_mean(x * tf.get_variable("w", [4]))
+
+    replicas = build(model, (np.ones([4, 4], np.float32),), 2)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), policy)
+    with session() as made:
+        made.run(train_op)
+        np.testing.assert_array_equal(made.run(tf.global_variables()[0]), [8 * len(replicas) ** (policy == "all")] * 4)
+
+
 @pytest.mark.parametrize("use_resource", [False, True])
 def test_all_towers_updates_that_read_inside_a_cond_run_one_after_the_other(use_resource):
     def model(x):

@@ -73,6 +73,7 @@ class Meetings:
         self._arrivals = {}  # key -> {tower: (stand-ins, contributions)}, until the last tower comes
         self._flow_at = {}  # key -> the control flow that its first tower came in
         self._gradient_label = None
+        self._left_in_pass = []  # the ops whose results towers left in the gradient pass under way, in order
         self._num_gradient_passes = 0
         self.gradient_checks = []  # functions of the list of ops that a gradient pass made
 
@@ -122,17 +123,19 @@ class Meetings:
     def gradient_pass(self):
         """Holds the gradient calls of one pass over all towers apart from the caller's others, and checks them.
 
+        Yields a list that fills with the ops whose results towers leave at their meetings, in the order of each tower.
+
         Raises `TowerMismatchError` at the end if a gradient passed through an exchange in some towers and not in others.
         """
-        outer, self._gradient_label = self._gradient_label, "pass %d" % self._num_gradient_passes
-        label = self._gradient_label
+        outer = self._gradient_label, self._left_in_pass
+        label, left = self._gradient_label, self._left_in_pass = "pass %d" % self._num_gradient_passes, []
         self._num_gradient_passes += 1
         first_op = len(self.graph.get_operations())
         try:
             with differentiate():
-                yield
+                yield left
         finally:
-            self._gradient_label = outer
+            self._gradient_label, self._left_in_pass = outer
         for check in self.gradient_checks:
             check(self.graph.get_operations()[first_op:])
         for key, arrivals in self._arrivals.items():
@@ -158,6 +161,8 @@ class Meetings:
             # Running a stand-in that no aggregate was wired to fails by the placeholder's name, which says layer and tower.
             unmet = tf.placeholder(dtype, shape, name="unmet_exchange")
             stand_ins.append(tf.stop_gradient(unmet, name="met"))
+        if self._gradient_label is not None:
+            self._left_in_pass.extend(contribution.op for contribution in contributions)
         arrivals = self._arrivals.setdefault(place.key, {})
         arrivals[place.tower] = stand_ins, list(contributions)
         if len(arrivals) == self.num_towers:
@@ -288,8 +293,14 @@ def control_flow_now(graph):
 
 
 def control_flow_of(op):
-    """Returns the tf.cond or tf.while_loop (of control flow v1) that an op belongs to, or None."""
-    return op._get_control_flow_context()  # pylint: disable=protected-access
+    """Returns the tf.cond or tf.while_loop (of control flow v1) that an op belongs to, or None.
+
+    The op that hands out a loop's result belongs to what the loop stands in.
+    """
+    flow = op._get_control_flow_context()  # pylint: disable=protected-access
+    if flow is not None and flow.IsWhileContext() and any(result.op is op for result in flow.loop_exits):
+        return flow.outer_context
+    return flow
 
 
 def rewire(op, index, tensor):

@@ -10,6 +10,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.exchange import TowerMismatchError
+from towers.overlap import fill_meetings
 
 __all__ = ["average_gradients", "compute_gradients"]
 
@@ -29,7 +30,9 @@ class TowerGradients(list):
 def compute_gradients(replicas, optimizer, var_list=None):
     """Computes every tower's gradients by `optimizer.compute_gradients`, on the tower's device.
 
-    Towers meet in the backward pass wherever they met in the forward pass.
+    Towers meet in the backward pass wherever they met in the forward pass, and compute gradients of variables while they
+    wait for each other. A gradient may be there before others have read its variable for the last time: apply what
+    `average_gradients` returns, which is there when all are.
 
     Args:
       replicas: `Towers` with a loss.
@@ -50,10 +53,13 @@ def compute_gradients(replicas, optimizer, var_list=None):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
     _check_loss(replicas)
     tower_grads = TowerGradients(tower.loss for tower in replicas)
-    with replicas[0].context.meetings.gradient_pass():
+    first_op = len(tf.get_default_graph().get_operations())
+    with replicas[0].context.meetings.gradient_pass() as left:
         for tower in replicas:
             with tf.device(tower.context.device), tf.name_scope(tower.name_scope):
                 tower_grads.append(_tower_gradients(tower, len(replicas), optimizer, var_list))
+    if len(replicas) > 1:
+        fill_meetings(left, tf.get_default_graph().get_operations()[first_op:])
     if all(gradient is None for grads in tower_grads for gradient, _ in grads):
         raise ValueError("No gradient reaches any of the variables %s: the loss %r does not depend on them."
                          % ([variable.op.name for _, variable in tower_grads[0]], replicas[0].loss.name))
@@ -71,9 +77,10 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
       aggregation_device: str, the device that averages; None leaves it to the surrounding `tf.device`.
 
     Returns:
-      A list of (gradient, variable). A gradient that is None in every tower is left out. One that is None in some towers
-      counts as zero there: the divisor stays N. `tf.IndexedSlices` stay sparse: joined, their values divided by N;
-      where some towers have dense gradients of the same variable, they become dense.
+      A list of (gradient, variable), none of which is there before all are, so that each may be applied. A gradient that is
+      None in every tower is left out. One that is None in some towers counts as zero there: the divisor stays N.
+      `tf.IndexedSlices` stay sparse: joined, their values divided by N; where some towers have dense gradients of the same
+      variable, they become dense.
 
     Raises:
       TowerMismatchError: (a ValueError) where the towers' lists hold other variables.
@@ -89,17 +96,19 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
             warnings.warn("Gradients are averaged without update ops though tf.GraphKeys.UPDATE_OPS holds some, so "
                           "moving averages will not be updated: pass update_ops=towers.collect_update_ops(replicas), "
                           "or [] if that is meant.", stacklevel=2)
-    averaged = []
+    averaged, variables = [], []
     # A loss may read a variable last of all. Without the wait it was seen to read what this very step had updated.
     waits = list(update_ops) + getattr(tower_grads, "losses", [])
     with tf.name_scope("average_gradients"), tf.device(aggregation_device), tf.control_dependencies(waits):
         for pairs in zip(*tower_grads):
             gradients = [gradient for gradient, _ in pairs if gradient is not None]
             if gradients:
-                averaged.append((_mean(gradients, len(tower_grads)), pairs[0][1]))
-    if not averaged:
-        raise ValueError("There is no gradient to average: it is None for every variable in every tower.")
-    return averaged
+                averaged.append(_mean(gradients, len(tower_grads)))
+                variables.append(pairs[0][1])
+        if not averaged:
+            raise ValueError("There is no gradient to average: it is None for every variable in every tower.")
+        # TensorFlow 1.15 was seen to apply some variables' updates while others' gradients still read them.
+        return list(zip(tf.tuple(averaged), variables))
 
 
 def _tower_gradients(tower, num_towers, optimizer, var_list):
@@ -108,8 +117,8 @@ def _tower_gradients(tower, num_towers, optimizer, var_list):
         scale = tf.constant(num_towers * weight, loss.dtype, name="share")
     else:
         scale = tf.cast(num_towers * weight, loss.dtype, name="share")
-    # Ungated, TensorFlow 1.15 applied some variables' updates while others' gradients still read them.
-    grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=tf.train.Optimizer.GATE_OP,
+    # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable.
+    grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=tf.train.Optimizer.GATE_NONE,
                                         colocate_gradients_with_ops=True, grad_loss=scale)
     return [(_without_nan_of_empty(gradient, weight), variable) for gradient, variable in grads]
 
