@@ -169,7 +169,8 @@ def test_no_averaged_gradient_is_there_before_all_towers_gradients_are():
         assert every <= ancestors([getattr(gradient, "values", gradient)])
 
 
-def test_optimizers_are_asked_for_gradients_that_wait_for_nothing_on_the_ops_devices(monkeypatch):
+@pytest.mark.parametrize("num_towers,meet,gate", [(2, True, SGD.GATE_NONE), (2, False, SGD.GATE_OP), (1, True, SGD.GATE_OP)])
+def test_gradients_by_inputs_wait_for_those_by_variables_only_where_no_tower_waits(monkeypatch, num_towers, meet, gate):
     seen = []
     optimizer = SGD(1.0)
     original = optimizer.compute_gradients
@@ -178,6 +179,10 @@ def test_optimizers_are_asked_for_gradients_that_wait_for_nothing_on_the_ops_dev
         seen.append((kwargs["gate_gradients"], kwargs["colocate_gradients_with_ops"]))
         return original(*args, **kwargs)
 
+    def model(x):
+        loss = tf.reduce_mean(x * variable("w"))
+        return towers.all_reduce(loss) if meet else loss
+
     monkeypatch.setattr(optimizer, "compute_gradients", spy)
-    towers.compute_gradients(build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2), optimizer)
-    assert seen == [(optimizer.GATE_NONE, True)] * 2
+    towers.compute_gradients(build(model, (X,), num_towers), optimizer)
+    assert seen == [(gate, True)] * num_towers

@@ -77,6 +77,11 @@ class Meetings:
         self._num_gradient_passes = 0
         self.gradient_checks = []  # functions of the list of ops that a gradient pass made
 
+    @property
+    def num_exchanges(self):
+        """How many exchanges each tower makes in its forward pass."""
+        return len(self._forward)
+
     def forward_place(self, tower, name, kind, dtypes, shapes):
         """Returns the `_Place` of a tower's next exchange; raises where it is not tower 0's exchange of that turn."""
         graph = tf.get_default_graph()
