@@ -56,12 +56,13 @@ def compute_gradients(replicas, optimizer, var_list=None):
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where
     # nobody waits that is as fast, and keeps less in memory.
-    gate = tf.train.Optimizer.GATE_NONE if len(replicas) > 1 and meetings.num_exchanges else tf.train.Optimizer.GATE_OP
+    meet = len(replicas) > 1 and meetings.num_exchanges > 0
+    gate = tf.train.Optimizer.GATE_NONE if meet else tf.train.Optimizer.GATE_OP
     with meetings.gradient_pass() as left:
         for tower in replicas:
             with tf.device(tower.context.device), tf.name_scope(tower.name_scope):
                 tower_grads.append(_tower_gradients(tower, len(replicas), optimizer, var_list, gate))
-    if len(replicas) > 1:
+    if meet:
         fill_meetings(left, tf.get_default_graph().get_operations()[first_op:])
     if all(gradient is None for grads in tower_grads for gradient, _ in grads):
         raise ValueError("No gradient reaches any of the variables %s: the loss %r does not depend on them."
