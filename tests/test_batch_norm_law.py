@@ -231,7 +231,7 @@ def build_towers(function, case, fed):
 
 def run_layer(case, data):
     """Returns what sync_batch_norm makes of a case, by name, in float64."""
-    with tf.Graph().as_default(), mock.patch.object(whole_batch, "is_small", lambda x: case.small):
+    with tf.Graph().as_default(), mock.patch.object(whole_batch, "is_small", lambda *_: case.small):
         fed = feed(case, data)
         ys, updates = build_towers(lambda x: apply_layer(case, data, x, fed), case, fed)
         affine = tf.trainable_variables()

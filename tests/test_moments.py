@@ -41,14 +41,15 @@ def rows_of(count, means, order, dtype=np.float32):
 
 @hypothesis.given(st.integers(0, 3000), st.booleans(), st.lists(st.sampled_from([0.0, -1.0, 3.0, 3.9, 4.1, 10.0, 1e2, 1e4]),
                                                                 min_size=CHANNELS, max_size=CHANNELS),
-                  st.booleans(), st.sampled_from(["drawn", "sorted", "of two values"]), st.sampled_from(["float32", "float64"]))
-def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant, order, dtype):
+                  st.booleans(), st.sampled_from(["drawn", "sorted", "of two values"]), st.sampled_from(["float32", "float64"]),
+                  st.sampled_from(["matmul", "long matmul"]))
+def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant, order, dtype, sums_by):
     x = rows_of(count, means, order, dtype)
     if constant:
         x[:, 0] = means[0]
     with tf.Graph().as_default(), session() as made:
         fed = tf.placeholder(dtype, x.shape if is_known else [None, CHANNELS])
-        packed = call(local_moments, fed, None, axis=1, sums_by="matmul", as_it_is=True)
+        packed = call(local_moments, fed, None, axis=1, sums_by=sums_by, as_it_is=True)
         n, mean, variance = made.run(unpack(merge(packed)), {fed: x})
     assert n == count and (variance >= 0).all()
     if count:

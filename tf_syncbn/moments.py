@@ -34,9 +34,9 @@ def along(vector, x, axis):
     return vector if axis == x.shape.rank - 1 else tf.reshape(vector, [-1] + [1] * (x.shape.rank - 1 - axis))
 
 
-def is_small(x):
+def is_small(x, numbers=_SMALL):
     """Tells whether a tensor is known to be so small that what an op costs to start counts more than what it reads."""
-    return x.shape.is_fully_defined() and x.shape.num_elements() <= _SMALL
+    return x.shape.is_fully_defined() and x.shape.num_elements() <= numbers
 
 
 def join_rows(x, vectors):
