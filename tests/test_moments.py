@@ -62,6 +62,17 @@ def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant
         assert not mean.any() and not variance.any()
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("count", [162, 500, 5000])
+def test_variance_is_right_where_the_rows_that_differences_are_taken_from_are_all_outliers(count, is_known):
+    x = np.full([count, CHANNELS], 0.1, np.float32)  # equal numbers: each sum of them errs to the same side
+    x[:count // 9] = 10.1
+    with tf.Graph().as_default(), session() as made:
+        fed = tf.placeholder(tf.float32, x.shape if is_known else [None, CHANNELS])
+        _, _, variance = made.run(unpack(merge(call(local_moments, fed, None, axis=1, sums_by="reduce"))), {fed: x})
+    assert largest(variance / x.astype(np.float64).var(0) - 1) < 1e-5
+
+
 @pytest.mark.parametrize("means,number", [
     ([0, 0, 0], 0), ([-3.5, 3.5, 0], 0), ([0, 4.5, 0], 16), ([0, np.nan, 0], 16), ([1e19, 0, 0], 16)])
 def test_rows_are_summed_again_where_a_mean_is_large(means, number):

@@ -15,13 +15,15 @@ _LONGEST_PRODUCT = {"reduce": 0, "matmul": 512, "long matmul": 16384}  # rows th
 # Numbers; for products with vectors shorter rows are joined to rows of up to so many. On 1.15.5 it would gain nothing.
 _LONG_ROW = 0 if tf.__version__.startswith("1.") else 256
 _SMALL = 1 << 17  # numbers of a tensor that ops read faster than some of TensorFlow's kernels start
-_BLOCK = 256  # rows summed at a time
+# Rows summed at a time: each sum of equal numbers errs to the same side, and where the first sixteenth of the rows are all
+# outliers, differences from its mean lose four bits more. By blocks of 256 a variance was off by 1.8e-5 then.
+_BLOCK = 64
 _SAMPLE = 16  # one row in so many is enough for a first mean
 _FEW = 128  # rows that are taken whole: to choose among them takes longer
 # Of rows that are summed as they are: sums no longer than speed needs, and the mean, in standard deviations, above which
 # differences are summed. Products of 128 rows lose more with oneDNN, and are faster without (0.42 ms, of 64 rows 0.58; 1.15.5).
 _SHORT_PRODUCT = {"matmul": 128 if tf.__version__.startswith("1.") else 64, "long matmul": 128}
-_SHORT_BLOCK, _LARGE_MEAN = 64, 4.0
+_LARGE_MEAN = 4.0
 
 
 def accumulator(dtype):
@@ -99,7 +101,7 @@ def channel_sums(x, axis, sums_by="reduce"):
     rows = _rows(x)
     sums = _products(rows, _LONGEST_PRODUCT[sums_by])
     if sums is None:
-        return _sum_blocks(_blocks(rows))
+        return tf.cast(_sum_blocks(_blocks(rows)), x.dtype)
     return tf.reshape(sums, [-1]) if sums.shape[0] == 1 else tf.reduce_sum(sums, 0)
 
 
@@ -123,13 +125,13 @@ def _square_sums(x, axis, sums_by, sums):
         return tf.reduce_sum(tf.square(norms), list(range(axis))) if axis else tf.square(norms)
     rows = _rows(x)
     count = tf.dimension_value(rows.shape[0])
-    if count is not None and count <= 2 * _BLOCK or sums_by != "reduce" and is_small(x):
+    if count is not None and count <= 8 * _BLOCK or sums_by != "reduce" and is_small(x):
         with tf.control_dependencies([sums]):  # nobody reads `x` after it, so it may be written over
             return channel_sums(tf.square(rows), 1, sums_by)
     # A norm reads x once and writes no squares, which take as long as the sum. It is slow for few blocks: the moments of two
     # towers of 128 rows of 2,048 channels took 0.44 ms, by squares and products 0.25 ms (2.21.0), and the norm of two times
     # 4,096 rows of 32 channels 0.10 ms, squares and products 0.05 ms.
-    return _sum_squares_of_blocks(_blocks(rows))
+    return tf.cast(_sum_squares_of_blocks(_blocks(rows)), x.dtype)
 
 
 def _rows(x):
@@ -140,14 +142,14 @@ def _shape(x):
     return x.shape.as_list() if x.shape.is_fully_defined() else tf.shape(x)
 
 
-def _blocks(rows, largest=_BLOCK):
+def _blocks(rows):
     """Divides rows [R, C] into blocks: a list of tensors [number of blocks, rows of a block, C], with a rest two."""
     count, channels = (tf.dimension_value(size) for size in rows.shape)
-    if count is not None and count < 2 * largest:
+    if count is not None and count < 2 * _BLOCK:
         return [tf.expand_dims(rows, 0)]
-    size = largest
+    size = _BLOCK
     if count is not None:
-        size = max([rows_each for rows_each in range(largest // 4, largest + 1) if count % rows_each == 0] or [largest])
+        size = max([rows_each for rows_each in range(_BLOCK // 4, _BLOCK + 1) if count % rows_each == 0] or [_BLOCK])
     whole = _size(rows) // size * size
     if count == whole:
         return [tf.reshape(rows, [count // size, size, channels])]
@@ -160,16 +162,12 @@ def _sum_blocks(blocks):
 
 
 def _sum_squares_of_blocks(blocks):
-    return _add_up(_squares_of_blocks(blocks))
-
-
-def _squares_of_blocks(blocks):
-    return [tf.square(tf.math.reduce_euclidean_norm(block, 1)) for block in blocks]
+    return _add_up([tf.square(tf.math.reduce_euclidean_norm(block, 1)) for block in blocks])
 
 
 def _add_up(sums):
-    """Adds up a list of tensors [n, C]."""
-    return tf.add_n([tf.reduce_sum(of_blocks, 0) for of_blocks in sums])
+    """Adds up a list of tensors [n, C] in float64, and returns that."""
+    return tf.add_n([tf.reduce_sum(tf.cast(of_blocks, tf.float64), 0) for of_blocks in sums])
 
 
 def local_moments(x, mask, axis, sums_by, as_it_is=False):
@@ -225,21 +223,18 @@ def _sums_as_it_is(rows, count, sums_by):
     Returns:
       Tensor [3C]: s, sum d, sum d^2, see `local_moments`; s is the mean.
     """
-    products, blocks = _products(rows, _SHORT_PRODUCT[sums_by]), _blocks(rows, _SHORT_BLOCK)
-    sums = _add_up_in_float64([tf.reduce_sum(block, 1) for block in blocks] if products is None else [products])
-    squares = _add_up_in_float64(_squares_of_blocks(blocks))
+    products, blocks = _products(rows, _SHORT_PRODUCT[sums_by]), _blocks(rows)
+    sums = _sum_blocks(blocks) if products is None else _add_up([products])
+    squares = _sum_squares_of_blocks(blocks)
     mean = sums * tf.div_no_nan(tf.ones([], tf.float64), tf.cast(count, tf.float64))
     of_mean = mean * sums
     centred = squares - of_mean
-    mean, known = tf.cast(mean, rows.dtype), tf.cast(centred, rows.dtype)
-    # Neither is so of NaN, nor are infinite squares finite.
-    are_right = tf.reduce_all(tf.logical_and(of_mean <= _LARGE_MEAN ** 2 * centred, tf.is_finite(known)))
-    again = [tf.nn.bias_add(block[:tf.where_v2(are_right, 0, _size(block))], -mean) for block in blocks]
-    return tf.concat([mean, _sum_blocks(again), tf.where_v2(are_right, known, _sum_squares_of_blocks(again))], 0)
-
-
-def _add_up_in_float64(sums):
-    return _add_up([tf.cast(of_blocks, tf.float64) for of_blocks in sums])
+    # Neither is so of NaN.
+    are_right = tf.reduce_all(tf.logical_and(of_mean <= _LARGE_MEAN ** 2 * centred, centred <= rows.dtype.max))
+    minus_mean = -tf.cast(mean, rows.dtype)
+    again = [tf.nn.bias_add(block[:tf.where_v2(are_right, 0, _size(block))], minus_mean) for block in blocks]
+    squares = tf.where_v2(are_right, centred, _sum_squares_of_blocks(again))
+    return tf.cast(tf.concat([mean, _sum_blocks(again), squares], 0), rows.dtype)
 
 
 def _size(x):
@@ -255,7 +250,7 @@ def _first_mean(x, axis, sums_by):
         sample = sample[:(_size(sample) + _SAMPLE - 1) // _SAMPLE]
     sample_axis = axis if sample.shape.rank == x.shape.rank else 1
     size = _count(sample, sample_axis, None)
-    if sample_axis == 1 and sample.shape.rank == 2 and 0 < (tf.dimension_value(sample.shape[0]) or 0) <= _SAMPLE * _BLOCK:
+    if sample_axis == 1 and sample.shape.rank == 2 and 0 < (tf.dimension_value(sample.shape[0]) or 0) <= 64 * _BLOCK:
         return tf.reduce_mean(sample, 0)
     return channel_sums(sample, sample_axis, sums_by) * tf.div_no_nan(tf.ones([], x.dtype), size)
 
