@@ -84,7 +84,7 @@ def _proc_entry(path, key):
 def session_runs_onednn():
     """Tells whether TensorFlow puts oneDNN's kernels in the place of its own, by what it runs for a convolution."""
     metadata = tf.RunMetadata()
-    with tf.Graph().as_default(), tf.Session() as session:
+    with tf.Graph().as_default(), tf.device("/cpu:0"), tf.Session() as session:
         images = tf.placeholder(tf.float32, [8, 16, 16, 16])
         convolved = tf.nn.conv2d(images, tf.ones([3, 3, 16, 16]), [1, 1, 1, 1], "SAME")
         session.run(convolved, {images: np.ones([8, 16, 16, 16])}, tf.RunOptions(output_partition_graphs=True), metadata)

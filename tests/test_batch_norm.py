@@ -474,7 +474,83 @@ def test_sums_are_products_with_ones_on_a_cpu_alone_for_a_gpu_would_round_their_
     assert matmuls_in("/cpu:0") and not matmuls_in("/gpu:0")
 
 
-@pytest.mark.skipif("gpu" not in towers.TowerBuilder().devices[0].lower(), reason="TensorFlow sees no GPU here")
+def fused_ops(device, shape, axis=-1, dtype=tf.float32):
+    """Returns the fused ops that a synced layer of a tower on a device runs, forward and backward, as pairs of layout and dtype."""
+    with tf.Graph().as_default() as graph:
+        placeholder = tf.placeholder(dtype, shape)
+        replicas = towers.TowerBuilder([device]).build(
+            lambda x: tf.reduce_sum(tf.cast(tf_syncbn.sync_batch_norm(x + x, axis), tf.float32) ** 2), (placeholder,))
+        tf.gradients(replicas.loss, placeholder)
+        definition = graph.as_graph_def()
+    nodes = list(definition.node) + [node for function in definition.library.function for node in function.node_def]
+    return {(node.attr["data_format"].s.decode(), tf.as_dtype(node.attr["T"].type)) for node in nodes if "FusedBatchNorm" in node.op}
+
+
+@pytest.mark.parametrize("shape,takes", [
+    ([65535, 3], True), ([65536, 3], False), ([None, 3], False), ([65536, 1, 1, 3], False), ([None, None, 3], True),
+    ([2, 65536, 3], True), ([2, 64, 32, 32, 3], True)])
+def test_a_gpus_fused_op_gets_no_more_images_than_cudnn_takes(shape, takes):
+    assert bool(fused_ops("/gpu:0", shape)) == takes
+    assert fused_ops("/cpu:0", shape)
+
+
+@pytest.mark.parametrize("shape,dtype,expected", [
+    ([8, 4, 16, 16], tf.float32, {("NCHW", tf.float32)}), ([8, 4, 16, 16], tf.float16, {("NCHW", tf.float16), ("NCHW", tf.float32)}),
+    ([8, 4, 16, 16], tf.float64, set()), ([8, 4, 16], tf.float32, set())])
+def test_channels_first_take_the_fused_op_on_a_gpu_alone(shape, dtype, expected, monkeypatch):
+    assert not fused_ops("/cpu:0", shape, 1, dtype)
+    monkeypatch.setattr(tf.config.experimental, "list_physical_devices", lambda *_: [])
+    assert not fused_ops("/gpu:0", shape, 1, dtype)  # a CPU will stand in, and takes no channels first
+    monkeypatch.setattr(tf.config.experimental, "list_physical_devices", lambda *_: ["a GPU"])
+    assert fused_ops("/gpu:0", shape, 1, dtype) == expected
+
+
+def test_float16_reaches_a_gpus_fused_op_as_it_is(monkeypatch):
+    assert ("NHWC", tf.float16) not in fused_ops("/gpu:0", [8, 16, 16, 4], 3, tf.float16) or gpus()
+    monkeypatch.setattr(tf.config.experimental, "list_physical_devices", lambda *_: ["a GPU"])
+    assert ("NHWC", tf.float16) in fused_ops("/gpu:0", [8, 16, 16, 4], 3, tf.float16)
+    assert fused_ops("/gpu:0", [8, 16, 16, 4], 3, tf.bfloat16) == {("NHWC", tf.float32)}
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
+@pytest.mark.parametrize("shape,axis", [
+    ([12, 9, 7, 5], 3), ([12, 5, 9, 7], 1), ([12, 9, 5], 2), ([12, 2, 3, 4, 5], 4), ([70000, 3], 1), ([2, 35000, 3], 2),
+    ([4, 70, 20, 50, 3], 4), ([70000, 1, 1, 3], 3)])
+def test_layers_on_this_machines_own_device_equal_numpy(shape, axis, dtype):
+    rng = np.random.RandomState(0)
+    x, dy = ((rng.randn(*shape) + mean).astype(dtype.as_numpy_dtype) for mean in (2, 0))
+    gamma, beta = rng.rand(shape[axis]) + 0.5, rng.randn(shape[axis])
+
+    def model(x, dy):
+        x = -x  # on the tower's device; a batch's parts are the host's
+        y = tf_syncbn.sync_batch_norm(x, axis, epsilon=EPSILON, name="bn", gamma_initializer=tf.constant_initializer(gamma),
+                                      beta_initializer=tf.constant_initializer(beta))
+        return y, tf.gradients(y, [x] + tf.trainable_variables(), dy)
+
+    def frozen(x):
+        return tf_syncbn.sync_batch_norm(x, axis, epsilon=EPSILON, training=False, name="frozen")
+
+    device = towers.TowerBuilder().devices[0]
+    replicas = towers.TowerBuilder([device] * 2).build(model, (tf.constant(-x), tf.constant(dy)))
+    with tf.device(device):
+        unchanged = frozen(tf.constant(x))
+    with session() as made:
+        outputs, unchanged = made.run([[tower.outputs for tower in replicas], unchanged])
+    y, dx = (np.concatenate(parts) for parts in ([y for y, _ in outputs], [d[0] for _, d in outputs]))
+    d_gamma, d_beta = (sum(np.float64(d[i]) for _, d in outputs) for i in (1, 2))
+    expected = gradients(x, dy, axis, gamma)
+    tolerance = 1e-5 if dtype == tf.float32 else 2e-3
+    for value, right in ((y, normalized(x, axis, gamma, beta)[0]), (dx, expected[0]), (d_gamma, expected[1]), (d_beta, expected[2]),
+                         (unchanged, np.float64(x) / np.sqrt(1 + EPSILON))):
+        assert largest(value - right) <= tolerance * largest(right)
+
+
+def gpus():
+    """Returns the GPUs that TensorFlow sees."""
+    return tf.config.experimental.list_physical_devices("GPU")
+
+
+@pytest.mark.skipif(not gpus(), reason="TensorFlow sees no GPU here")
 def test_large_means_survive_on_a_gpu():
     x = (np.random.RandomState(0).randn(64, 32, 32, 8) + 1e4).astype(np.float32)
     replicas = towers.TowerBuilder(["/gpu:0"] * 2).build(

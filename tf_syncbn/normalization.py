@@ -24,22 +24,28 @@ the time over the fused op's:
   near the mean written over the input, and the gradient's last products in place, saved a tenth of the kernels' time and 0 to 2
   % of a ResNet-50's step: not worth a second form of the layer. The towers' batches themselves joined on one device, and
   the fused op over them: 1.09 of a ResNet-20's unsynchronized step, these 1.18, and a converted ResNet-50's as fast.
+- On a GPU (H100, 2.21.0, 51 million numbers, microseconds) the fused op normalizes in 510, channels first in 225, and float16 as
+  it is in 390 and 180; plain ops in 680, 890, 970 and 1,180. The gradient by the fused gradient op and one product takes 1,700,
+  by products and sums 1,880. Moments of a sample's mean, differences, and sums of blocks take 430, the fused op's own 670, sums
+  of all rows at once 920. What is rounded to float16 last loses less: gradients are computed in float32. Small layers wait for
+  the host to start their ops: the merge of four towers takes 0.2 ms.
 """
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.moments import add_along, along, channel_sums, join_rows, multiply_along, unpack
 
-__all__ = ["FUSED", "FUSED_GRADIENT", "FUSED_ROWS", "PLAIN", "PLAIN_ROWS", "fused_statistics", "gradient_sums",
-           "input_gradient", "normalize", "normalize_by", "normalize_by_one_op"]
+__all__ = ["FUSED", "FUSED_GRADIENT", "FUSED_ROWS", "PLAIN", "PLAIN_ROWS", "data_format", "fused_statistics",
+           "gradient_sums", "has_few_images", "input_gradient", "normalize", "normalize_by", "normalize_by_one_op"]
 
 PLAIN = "plain"  # ops that TensorFlow differentiates to any order, for any axis and dtype
 PLAIN_ROWS = "plain rows"  # channels last: as PLAIN, several short rows at a time
-FUSED = "fused"  # float32, channels last: products with vectors by the fused op
+FUSED = "fused"  # float32, channels last, on a GPU also first: products with vectors by the fused op
 FUSED_ROWS = "fused rows"  # as FUSED, several short rows at a time
-FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fused gradient op; without a mask
+FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fused gradient op; channels last, no mask
 
 _PLAINS, _ROWS = (PLAIN, PLAIN_ROWS), (PLAIN_ROWS, FUSED_ROWS)
 _EPSILON = 1.001e-5  # the least that cuDNN takes
+_MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
 
 
 def normalize(x, mean, variance, gamma, beta, epsilon, axis):
@@ -55,7 +61,7 @@ def normalize(x, mean, variance, gamma, beta, epsilon, axis):
     Returns:
       A tensor of the shape and dtype of `x`.
     """
-    ops = FUSED if mean.dtype == tf.float32 and axis == x.shape.rank - 1 else PLAIN
+    ops = FUSED if mean.dtype == tf.float32 and axis == x.shape.rank - 1 and has_few_images(x) else PLAIN
     variance = _variance_for(ops, variance, epsilon)
     return tf.cast(_normalize(tf.cast(x, mean.dtype), mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
 
@@ -74,7 +80,18 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
     if joins:
         rows, vectors = join_rows(x, vectors)
         images = x if rows.shape[1] == x.shape[-1] else rows
-    return _shaped_as(normalize_by_one_op(_as_images(images), *vectors, epsilon), x)
+    return _shaped_as(normalize_by_one_op(_as_images(images), *vectors, epsilon, data_format(x, axis)), x)
+
+
+def data_format(x, axis):
+    """Returns the fused op's name for where the channels of `x` are."""
+    return "NHWC" if axis == x.shape.rank - 1 else "NCHW"
+
+
+def has_few_images(x):
+    """Tells whether cuDNN takes the fused op of `x`; a batch of unknown size does not count as large, unless of vectors."""
+    size = tf.dimension_value(x.shape[0])
+    return x.shape.rank > 2 if size is None else size <= _MOST_IMAGES
 
 
 def _or_ones_and_zeros(scale, offset, mean):
@@ -82,8 +99,14 @@ def _or_ones_and_zeros(scale, offset, mean):
 
 
 def _as_images(x):
-    """Returns `x` in the rank that fused ops take."""
-    return x if x.shape.rank == 4 else tf.reshape(x, [-1, 1, 1, tf.dimension_value(x.shape[-1])])
+    """Returns `x` in the rank that fused ops take, as many images as it has."""
+    if x.shape.rank == 4:
+        return x
+    channels, inner = tf.dimension_value(x.shape[-1]), x.shape[1:-1].num_elements()
+    if inner:
+        return tf.reshape(x, [-1, inner, 1, channels])
+    sizes = tf.shape(x)
+    return tf.reshape(x, tf.stack([sizes[0], tf.reduce_prod(sizes[1:-1]), 1, channels]))
 
 
 def _shaped_as(images, x):
@@ -111,20 +134,21 @@ def fused_statistics(moments, *, epsilon):
     return mean, _variance_for(FUSED, variance, epsilon)
 
 
-def normalize_by_one_op(images, mean, variance, scale, offset, epsilon):
-    """Normalizes float32 tensors of rank 4, channels last, by the fused op in inference mode.
+def normalize_by_one_op(images, mean, variance, scale, offset, epsilon, layout="NHWC"):
+    """Normalizes tensors of rank 4 by the fused op in inference mode.
 
     Args:
-      images: tensor [B, H, W, C].
+      images: float32 tensor [B, H, W, C], on a GPU float16 or [B, C, H, W] as well.
       mean, variance: tensors [C], from `fused_statistics`.
       scale, offset: tensors [C], or None for 1 and 0.
       epsilon: float.
+      layout: "NHWC" or "NCHW".
 
     Returns:
-      Tensor [B, H, W, C].
+      Tensor of the shape and dtype of `images`.
     """
     y, _, _ = tf.nn.fused_batch_norm(images, *_or_ones_and_zeros(scale, offset, mean), mean, variance,
-                                     epsilon=max(epsilon, _EPSILON), is_training=False)
+                                     epsilon=max(epsilon, _EPSILON), data_format=layout, is_training=False)
     return y
 
 

@@ -10,8 +10,8 @@ from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place, runs_onednn
 from tf_syncbn.graph_function import call, call_with_gradient
 from tf_syncbn.moments import accumulator, along, is_small, local_moments, merge_groups, unpack
-from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, PLAIN_ROWS, fused_statistics, gradient_sums,
-                                     input_gradient, normalize_by, normalize_by_one_op)
+from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, PLAIN_ROWS, data_format, fused_statistics,
+                                     gradient_sums, has_few_images, input_gradient, normalize_by, normalize_by_one_op)
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
@@ -76,14 +76,16 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     if training is not None:
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
     optional = (gamma, beta, mask, training)
-    if how.ops in (FUSED, FUSED_GRADIENT) and x.dtype == tf.float32 and x.shape.rank == 4:
+    takes_dtype = x.dtype == tf.float32 or x.dtype == tf.float16 and _on_gpu(x, tower)
+    if how.ops in (FUSED, FUSED_GRADIENT) and takes_dtype and x.shape.rank == 4:
         # With oneDNN, Grappler makes one op of the fused op and of a ReLU that reads it, but not through a kernel's call or
         # an identity_n. So the layer's gradient stands in front of the op, whose own gradient hands dy on to it.
         x = _with_gradient(place, how, x, used, x, optional)
         mean, variance = call(fused_statistics, used, epsilon=how.epsilon)
         fused_ops = ("FusedBatchNormV2", "FusedBatchNormV3")
         with tf.get_default_graph().gradient_override_map(dict.fromkeys(fused_ops, "SyncBatchNormOutput")):
-            return normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon), whole
+            layout = data_format(x, how.axis)
+            return normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon, layout), whole
     y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
     return _with_gradient(place, how, y, used, x, optional), whole
 
@@ -121,12 +123,20 @@ def _fastest(x, axis, mask, tower):
     on_cpu = tower is not None and "CPU" in tower.device.upper()
     by_eigen, is_1 = on_cpu and not runs_onednn(), tf.__version__.startswith("1.")
     sums_by = "reduce" if not on_cpu else "long matmul" if by_eigen and not is_1 else "matmul"
-    if accumulator(x.dtype) != tf.float32 or axis != x.shape.rank - 1:
+    is_last = axis == x.shape.rank - 1
+    takes_axis = is_last or axis == 1 and x.shape.rank == 4 and _on_gpu(x, tower)
+    if accumulator(x.dtype) != tf.float32 or not takes_axis or not (on_cpu or has_few_images(x)):
         return sums_by, PLAIN
     if by_eigen:
         joins = tf.dimension_value(x.shape[axis]) <= _SHORT_ROW
         return sums_by, FUSED if is_1 else PLAIN_ROWS if is_small(x) else FUSED_ROWS if joins else FUSED
-    return sums_by, FUSED_GRADIENT if mask is None else FUSED
+    return sums_by, FUSED_GRADIENT if mask is None and is_last else FUSED
+
+
+def _on_gpu(x, tower):
+    """Tells whether a tower's kernel of `x` is going to run on a GPU, not on a CPU that stands in for one."""
+    on_gpu = tower is not None and "GPU" in tower.device.upper() and "CPU" not in x.device.upper()
+    return on_gpu and bool(tf.config.experimental.list_physical_devices("GPU"))
 
 
 def _merged(group_size):
