@@ -134,7 +134,7 @@ def fused_statistics(moments, *, epsilon):
     return mean, _variance_for(FUSED, variance, epsilon)
 
 
-def normalize_by_one_op(images, mean, variance, scale, offset, epsilon, layout="NHWC"):
+def normalize_by_one_op(images, mean, variance, scale, offset, epsilon, layout):
     """Normalizes tensors of rank 4 by the fused op in inference mode.
 
     Args:

@@ -84,8 +84,8 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         mean, variance = call(fused_statistics, used, epsilon=how.epsilon)
         fused_ops = ("FusedBatchNormV2", "FusedBatchNormV3")
         with tf.get_default_graph().gradient_override_map(dict.fromkeys(fused_ops, "SyncBatchNormOutput")):
-            layout = data_format(x, how.axis)
-            return normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon, layout), whole
+            y = normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon, data_format(x, how.axis))
+        return y, whole
     y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
     return _with_gradient(place, how, y, used, x, optional), whole
 
