@@ -475,7 +475,7 @@ def test_sums_are_products_with_ones_on_a_cpu_alone_for_a_gpu_would_round_their_
 
 
 def fused_ops(device, shape, axis=-1, dtype=tf.float32):
-    """Returns layout and dtype of the fused ops in a synced layer of a tower on a device, forward and backward: a set of pairs."""
+    """Returns layout and dtype of the fused ops in a synced layer of a tower on a device, forward and backward, as a set."""
     with tf.Graph().as_default() as graph:
         placeholder = tf.placeholder(dtype, shape)
         replicas = towers.TowerBuilder([device]).build(
