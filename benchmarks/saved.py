@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = ["num_bytes", "tensors_saved_for_backward"]
 
-_PASS_ON = frozenset(["Identity", "StopGradient", "PreventGradient", "Snapshot", "Reshape", "ExpandDims", "Squeeze"])
+_PASS_ON = frozenset(["Identity", "StopGradient", "PreventGradient", "Bitcast", "Snapshot", "Reshape", "ExpandDims", "Squeeze"])
 _NOT_COUNTED = frozenset(["Const", "VariableV2", "VarHandleOp", "ReadVariableOp"])
 
 

@@ -422,7 +422,7 @@ def test_eager_execution_is_refused(monkeypatch):
 def kept_for_backward(ops_before, ops_after):
     """Returns the tensors of the forward pass that ops of the backward pass read, what only passes them on left out."""
     def source(tensor):
-        while tensor.op.type in ("Identity", "IdentityN", "StopGradient"):
+        while tensor.op.type in ("Identity", "IdentityN", "Bitcast"):
             tensor = tensor.op.inputs[tensor.op.outputs.index(tensor)]
         return tensor
     forward = set(ops_before)

@@ -21,6 +21,48 @@ def test_every_tower_gets_the_aggregate_of_all_contributions():
         np.testing.assert_array_equal(outputs, X.max(0))
 
 
+@pytest.mark.parametrize("dtype, values", [
+    ("float16", [-0.0, np.nan, np.inf, 6e-8]), ("bfloat16", [-0.0, np.nan, np.inf, 1e-40]),
+    ("float32", [-0.0, np.nan, np.inf, 1e-45]), ("float64", [-0.0, np.nan, np.inf, 5e-324]),
+    ("complex64", [1j, 2, 3, 4]), ("int32", [-1, 2, 3, 4]), ("int64", [-1, 2, 3, 4]), ("bool", [True, False, True, True])])
+def test_what_towers_get_is_bit_for_bit_the_aggregate(dtype, values):
+    values = np.array(values, tf.as_dtype(dtype).as_numpy_dtype)
+
+    def model(_):
+        return towers.exchange([tf.constant(values)], lambda parts: [parts[0]] * len(parts), [(dtype, [4])])[0]
+
+    for outputs in run([tower.outputs for tower in build(model, (X,), 2)]):
+        assert outputs.dtype == values.dtype and outputs.tobytes() == values.tobytes()
+
+
+def test_aggregate_of_another_dtype_than_its_result_is_refused():
+    def model(x):
+        return towers.exchange([x], lambda parts: [[tf.cast(parts[0][0], tf.float32)]] * 2, [(tf.float64, [3, 3])], name="top")[0]
+
+    with pytest.raises(TypeError, match="aggregate of 'top' returned 'cross_tower/top/.* of float32 where .* to be of float64"):
+        build(model, (X,), 2)
+
+
+def test_gradient_of_one_tower_looks_for_variables_in_its_own_ops_alone():
+    """`tf.gradients` walks back from the loss as far as floating point numbers come from the variables."""
+    def model(x):
+        w = tf.get_variable("w", [3], tf.float64, tf.ones_initializer())
+        x = tf_syncbn.sync_batch_norm(x * w, name="bn")
+        return tf.reduce_mean(towers.all_gather(towers.all_reduce(x)) ** 3)
+
+    replicas = build(model, (X,), 3)
+    towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+    for tower in replicas:
+        elsewhere = tuple({"cross_tower/", *(other.name_scope for other in replicas)} - {tower.name_scope})
+        reached, ops = set(), [tower.loss.op]
+        while ops:
+            op = ops.pop()
+            if op not in reached:
+                reached.add(op)
+                ops.extend(tensor.op for tensor in op.inputs if tensor.dtype.is_floating)
+        assert len(reached) > 10 and not [op.name for op in reached if op.name.startswith(elsewhere)]
+
+
 def test_exchange_outside_of_towers_is_the_aggregate_of_one():
     y, = towers.exchange([tf.constant(3.0)], lambda parts: [[2 * parts[0][0]]], [(tf.float32, [])])
     assert run(y) == 6.0

@@ -5,10 +5,11 @@ result that fails when it is run. When the last tower has come, the aggregate of
 aggregation device and becomes the input of every stand-in. What ties towers together are data edges alone: there is no
 rendezvous by name, so nothing can hang, and each model function stays plain sequential code.
 
-Gradients do not pass a stand-in. Functions that want a gradient (`towers.cross_tower`) hang it on an op of their own,
-remember with `remember_place` where that op stands, and meet again from its gradient function at `gradient_place`. A
-backward meeting is known by its forward exchange and the number of the gradient call, never by a global order, so towers
-may be differentiated in any order, more than once, and within the model function.
+Gradients do not pass a stand-in: it takes the aggregate's bits as integers, so that `tf.gradients` of one tower's loss does
+not even walk through the other towers' ops behind it. Functions that want a gradient (`towers.cross_tower`) hang it on an
+op of their own, remember with `remember_place` where that op stands, and meet again from its gradient function at
+`gradient_place`. A backward meeting is known by its forward exchange and the number of the gradient call, never by a global
+order, so towers may be differentiated in any order, more than once, and within the model function.
 
 This is the only file of the project that calls private TensorFlow functions; `tests/test_canaries.py` watches them.
 """
@@ -164,8 +165,9 @@ class Meetings:
         stand_ins = []
         for dtype, shape in results:
             # Running a stand-in that no aggregate was wired to fails by the placeholder's name, which says layer and tower.
-            unmet = tf.placeholder(dtype, shape, name="unmet_exchange")
-            stand_ins.append(tf.stop_gradient(unmet, name="met"))
+            dtype = tf.as_dtype(dtype)
+            unmet = tf.placeholder(_BITS.get(dtype, dtype), shape, name="unmet_exchange")
+            stand_ins.append(_from_bits(unmet, dtype))
         if self._gradient_label is not None:
             self._left_in_pass.extend(contribution.op for contribution in contributions)
         arrivals = self._arrivals.setdefault(place.key, {})
@@ -180,10 +182,28 @@ class Meetings:
         # A gradient function runs colocated with its forward op, which would win over the device.
         with tf.get_default_graph().colocate_with(None, ignore_existing=True), tf.device(self.aggregation_device):
             with tf.name_scope(None), tf.name_scope("cross_tower/" + name):
-                per_tower = aggregate([arrivals[i][1] for i in order])
+                per_tower = [list(map(tf.convert_to_tensor, results)) for results in aggregate([arrivals[i][1] for i in order])]
+                distinct = {result.name: result for results in per_tower for result in results}
+                bits = {result_name: _to_bits(result) for result_name, result in distinct.items()}
         for i in order:
             for stand_in, result in zip(arrivals[i][0], per_tower[i]):
-                stand_in.op._update_input(0, result)  # pylint: disable=protected-access
+                if result.dtype.base_dtype != stand_in.dtype:
+                    raise TypeError("The aggregate of %r returned %r of %s where its result is to be of %s."
+                                    % (name, result.name, result.dtype.base_dtype.name, stand_in.dtype.name))
+                stand_in.op._update_input(0, bits[result.name])  # pylint: disable=protected-access
+
+
+# Not int32, which TensorFlow keeps in the host's memory where a GPU computes.
+_BITS = {tf.float64: tf.uint64, tf.float32: tf.uint32, tf.float16: tf.uint16, tf.bfloat16: tf.uint16}
+
+
+def _to_bits(tensor):
+    dtype = tensor.dtype.base_dtype
+    return tf.bitcast(tensor, _BITS[dtype], name="bits") if dtype in _BITS else tensor
+
+
+def _from_bits(bits, dtype):
+    return tf.bitcast(bits, dtype, name="met") if dtype in _BITS else tf.stop_gradient(bits, name="met")
 
 
 _ALIKE = "The model function has to build the same exchanges (synchronized layers, all_reduce, ...) in every tower."
