@@ -49,8 +49,8 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
 
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").glob("*.py")) + list((ROOT / "tf_syncbn").glob("*.py")):
-        allowed = {"tensorflow", "numpy", "towers", "tf_syncbn",
-                   "argparse", "ast", "contextlib", "functools", "os", "re", "sys", "threading", "typing", "warnings"}
+        allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast",
+                   "contextlib", "functools", "itertools", "os", "re", "sys", "threading", "typing", "warnings"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 
 
@@ -79,6 +79,21 @@ assert state() == before
 # No device was looked for and no runtime started: devices can still be set up.
 getattr(tf.config, "experimental").set_visible_devices([], "GPU")
 """ % module
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=str(ROOT))
+
+
+def test_building_and_training_towers_imports_nothing_of_contrib():
+    program = """
+import sys
+import tensorflow.compat.v1 as tf
+tf.disable_eager_execution()
+import tf_syncbn, towers
+def model(x):
+    return tf.reduce_mean(tf_syncbn.sync_batch_norm(x) ** 3)
+replicas = towers.TowerBuilder(["/cpu:0", "/cpu:1"]).build(model, (tf.ones([4, 3]),))
+towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+assert not [name for name in sys.modules if name.startswith(("tensorflow.contrib.", "tensorflow_core.contrib."))]
+"""
     subprocess.run([sys.executable, "-c", program], check=True, cwd=str(ROOT))
 
 

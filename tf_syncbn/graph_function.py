@@ -38,11 +38,11 @@ def _trace(kernel, signature, static):
         given = iter(given)
         return kernel(*[spec if spec is None else next(given) for spec in signature], **dict(static))
 
-    function.__name__ = kernel.__name__
-    # In a graph of its own the trace sees none of the caller's name scopes, devices and control dependencies.
+    # In a graph of its own the trace sees none of the caller's name scopes, devices and control dependencies. Not tf.function:
+    # that of 1.15 imports all of tf.contrib, 36 MB, to trace how it would initialize variables.
     with tf.Graph().as_default():
-        return tf.function(function, autograph=False).get_concrete_function(
-            *[tf.TensorSpec(shape, dtype) for dtype, shape in filter(None, signature)])
+        return tf.wrap_function(function, [tf.TensorSpec(shape, dtype) for dtype, shape in filter(None, signature)],
+                                kernel.__name__)
 
 
 def call_with_gradient(kernel, *tensors, plain, **static):
