@@ -117,7 +117,7 @@ def _memory(several):
         axes.bar(np.arange(len(several)) + 0.4 * (i - 0.5), medians / 2.0 ** 20, 0.4, yerr=errors / 2.0 ** 20, capsize=3,
                  label=name)
     for i, result in enumerate(several):
-        top = max(values["median"] for values in result["rows"][0]["peak_bytes"].values()) / 2.0 ** 20
+        top = max(values["upper_quartile"] for values in result["rows"][0]["peak_bytes"].values()) / 2.0 ** 20
         axes.annotate("ratio %.3f" % result["rows"][0]["ratio"]["peak"]["median"], (i, top), (0, 4),
                       textcoords="offset points", ha="center", fontsize=8)
     axes.set_xticks(range(len(several)))
