@@ -13,7 +13,7 @@ __all__ = ["accumulator", "add_along", "along", "channel_sums", "is_small", "joi
 
 _LONGEST_PRODUCT = {"reduce": 0, "matmul": 512, "long matmul": 16384}  # rows that a product with ones may sum
 # Numbers; for products with vectors shorter rows are joined to rows of up to so many. On 1.15.5 it would gain nothing.
-_LONG_ROW = 0 if tf.__version__.startswith("1.") else 256
+_LONG_ROW = 0 if tf.__version__.startswith("1.") else 512
 _SMALL = 1 << 17  # numbers of a tensor that ops read faster than some of TensorFlow's kernels start
 # Rows summed at a time: each sum of equal numbers errs to the same side, and where the first sixteenth of the rows are all
 # outliers, differences from its mean lose four bits more. By blocks of 256 a variance was off by 1.8e-5 then.

@@ -18,7 +18,6 @@ __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 # Numbers of a tensor up to which moments by differences are faster, on CPU. Four towers of 0.25 and 0.5 MB, forward and
 # backward: by sums of them as they are 0.87 and 0.94 of the time on 1.15.5, 0.90 and 0.91 with oneDNN, 1.3 and 1.2 without.
 _BY_DIFFERENCES = {"matmul": 1 << 15, "long matmul": 1 << 17}
-_SHORT_ROW = 32  # channels that the fused op is faster on if it gets several rows as one
 
 
 class Normalization(NamedTuple):
@@ -128,8 +127,7 @@ def _fastest(x, axis, mask, tower):
     if accumulator(x.dtype) != tf.float32 or not takes_axis or not (on_cpu or has_few_images(x)):
         return sums_by, PLAIN
     if by_eigen:
-        joins = tf.dimension_value(x.shape[axis]) <= _SHORT_ROW
-        return sums_by, FUSED if is_1 else PLAIN_ROWS if is_small(x) else FUSED_ROWS if joins else FUSED
+        return sums_by, FUSED if is_1 else PLAIN_ROWS if is_small(x) else FUSED_ROWS
     return sums_by, FUSED_GRADIENT if mask is None and is_last else FUSED
 
 
