@@ -111,7 +111,7 @@ def _graph(several):
 
 
 def _memory(several):
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure, axes = plt.subplots(figsize=(8, 4.5))
     for i, name in enumerate(several[0]["rows"][0]["peak_bytes"]):
         medians, errors = _error_bars([result["rows"][0]["peak_bytes"][name] for result in several])
         axes.bar(np.arange(len(several)) + 0.4 * (i - 0.5), medians / 2.0 ** 20, 0.4, yerr=errors / 2.0 ** 20, capsize=3,

@@ -10,9 +10,9 @@ the time over the fused op's:
 - The gradient's sums: on 1.15.5 products and sums by products with ones (0.71 of the fused gradient, 0.82 with the next);
   on TensorFlow 2 with oneDNN the fused gradient op in inference mode, which gives both sums and `a dy` in one (1.4 of the
   fused gradient, products 1.65), and products without (0.8, the op 0.9).
-- Short rows: on TensorFlow 2 without oneDNN the fused op starts anew in each row. Rows of 16 to 256 channels taken as rows of
-  512 numbers brought layers of 1 to 13 MB from 0.81 to 1.13 of the unsynchronized ones to 0.74 to 1.08, rows of 256 numbers
-  to 0.72 to 1.11. Elsewhere it gains nothing. For `mul` and `bias_add` see `tf_syncbn.moments.join_rows`.
+- Short rows: on TensorFlow 2 without oneDNN the fused op starts anew in each row. Ten layers of 1 to 17 MB with 16 to 256
+  channels, those of up to 32 taken as rows of 256 numbers, were 0.88 of the unsynchronized ones, all as rows of 256 0.84, as
+  rows of 512 0.82. Elsewhere it gains nothing. For `mul` and `bias_add` see `tf_syncbn.moments.join_rows`.
 - Small tensors: a fused op takes 0.1 ms to start, so up to half a megabyte three plain ops are faster on TensorFlow 2 without
   oneDNN: layers of 0.25 and 0.5 MB 0.6 and 0.8 of the unsynchronized one, by the fused op 1.4 and 1.2. With oneDNN such layers
   gain alone and not in a training step, where they would lose the ReLU that becomes part of the fused op.
