@@ -110,12 +110,14 @@ def _layer(result):
             "%.1f (%.0f %%)" % (row["bytes_per_second"] / 1e9, 100 * _share_of_copy(row))])
     table = _table(["a tower's activation", "MB", "unsynced", "forward", "forward + backward", "ms synced / unsynced",
                     "saved, activations", "8 passes, GB/s"], rows)
-    counting = [row for row in result["rows"] if row["counts"]]
-    means = [geometric_mean([row[part]["ratio"]["median"] for row in counting]) for part in ("forward", "step")]
-    share = geometric_mean([_share_of_copy(row) for row in counting])
-    return table + (
-        "\n\nNHWC float32 of 1 MB and more, geometric means: forward %.2f, forward + backward %.2f, 8 passes at %.0f %% of the "
-        "bytes/s of a large copy (%s)." % (means[0], means[1], 100 * share, result["settings"]["copy"]))
+    text = table + "\n\nNHWC of 1 MB and more, geometric means; the copy is %s:\n" % result["settings"]["copy"]
+    for dtype in sorted({row["dtype"] for row in result["rows"]}, key=lambda dtype: (dtype != "float32", dtype)):
+        counting = [row for row in result["rows"] if row["counts"] and row["dtype"] == dtype]
+        means = [geometric_mean([row[part]["ratio"]["median"] for row in counting]) for part in ("forward", "step")]
+        share = geometric_mean([_share_of_copy(row) for row in counting])
+        text += "\n- %s: forward %.2f, forward + backward %.2f, 8 passes at %.0f %% of the bytes/s of a large copy" % (
+            dtype, means[0], means[1], 100 * share)
+    return text
 
 
 def _share_of_copy(row):

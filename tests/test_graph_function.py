@@ -8,10 +8,14 @@ import towers
 from tests.batch_norm_oracle import normalized
 from tests.support import build, cpus, run, session
 from tf_syncbn.graph_function import call, call_with_gradient
-from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, PLAIN_ROWS, gradient_sums, input_gradient,
-                                     normalize_by)
+from tf_syncbn.normalization import Ops, gradient_sums, input_gradient, normalize_by
 
 X = np.random.RandomState(0).randn(6, 4, 4, 3).astype(np.float32) * 2 + 1
+OPS = [Ops(), Ops(joins=True), Ops(fused=True), Ops(fused=True, joins=True), Ops(fused=True, sums_gradient=True),
+       Ops(fused=True, joins=True, sums_gradient=True)]
+NARROW_OPS = [Ops(fused=True, joins=True, narrow=True), Ops(fused=True, joins=True, sums_gradient=True, narrow=True),
+              Ops(fused=True, sums_gradient=True, narrow=True, narrow_gradient=True),
+              Ops(fused=True, joins=True, sums_gradient=True, narrow=True, narrow_gradient=True)]
 traces = []
 
 
@@ -71,9 +75,9 @@ def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
     moments = tf.constant([np.prod(shape[:-1]), 0.1, 0.2, -0.3, 1.1, 0.9, 1.3], tf.float32)
     totals = tf.constant(rng.randn(5, 3), tf.float32)
     epsilon, axis, results = 1e-6, len(shape) - 1, []
-    for ops in (PLAIN, PLAIN_ROWS, FUSED, FUSED_ROWS, FUSED_GRADIENT):
+    for ops in OPS + NARROW_OPS:
         y = normalize_by(x, moments, gamma, gamma, axis, epsilon, ops)
-        for scales in (True,) if ops == FUSED_GRADIENT else (False, True):
+        for scales in (False, True):
             sums, *scaled = gradient_sums(dy, x, moments, gamma, False, axis, epsilon, "reduce", ops, scales)
             assert len(scaled) == scales
             dx, = input_gradient(dy, x, moments, sums[2], totals, scaled[0] if scaled else None, None, None, axis, epsilon, ops)
@@ -82,6 +86,28 @@ def test_fused_kernels_compute_what_plain_ones_do(shape, with_gamma):
     for others in fused:
         for a, b in zip(others, plain):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype,unit", [(tf.float16, 2.0 ** -11), (tf.bfloat16, 2.0 ** -8)])
+@pytest.mark.parametrize("ops", NARROW_OPS)
+def test_narrow_kernels_compute_in_float32_and_round_once(ops, dtype, unit):
+    rng = np.random.RandomState(1)
+    dy, x = (tf.cast(tf.constant(rng.randn(9, 5, 7, 3) + mean, tf.float32), dtype) for mean in (30, 10))
+    moments, gamma = tf.constant([315, 10, 11, 9.5, 1.1, 0.9, 1.3], tf.float32), tf.constant([0.5, 1.0, 2.0])
+    wide_dy, wide_x = (tf.cast(t, tf.float32) for t in (dy, x))
+    for num_totals in (3, 5):
+        totals = tf.constant(rng.randn(num_totals, 3) * 1e3, tf.float32)
+
+        def results(dy, x, ops):
+            y = normalize_by(x, moments, gamma, gamma, 3, 1e-3, ops)
+            sums, = gradient_sums(dy, x, moments, gamma, False, 3, 1e-3, "reduce", ops, False)
+            dx, = input_gradient(dy, x, moments, sums[2], totals, None, None, None, 3, 1e-3, ops)
+            return [tf.cast(t, tf.float32) for t in (y, sums, dx)]
+
+        (y, sums, dx), (wide_y, wide_sums, wide_dx) = run([results(dy, x, ops), results(wide_dy, wide_x, Ops())])
+        np.testing.assert_allclose(sums, wide_sums, rtol=1e-5)
+        for a, b in ((y, wide_y), (dx, wide_dx)):
+            assert (np.abs(a - b) <= unit * np.abs(b) * 1.001 + 1e-4).all()
 
 
 def ancestors_of(op):
@@ -95,13 +121,13 @@ def ancestors_of(op):
     return found
 
 
-@pytest.mark.parametrize("ops,dtype", [(PLAIN, tf.float64), (PLAIN_ROWS, tf.float32), (FUSED, tf.float32),
-                                       (FUSED_ROWS, tf.float32), (FUSED_GRADIENT, tf.float16)])
+@pytest.mark.parametrize("ops,dtype", [(Ops(), tf.float64)] + [(ops, tf.float32) for ops in OPS] + [
+    (ops, tf.float16) for ops in OPS[:2] + NARROW_OPS])
 def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(ops, dtype):
     dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
     wide = tf.float64 if dtype == tf.float64 else tf.float32
     moments, totals, scale = tf.placeholder(wide, [7]), tf.placeholder(wide, [3, 3]), tf.placeholder(wide, [3])
-    gradient_sums(dy, x, moments, None, False, 3, 1e-3, "reduce", ops, ops == FUSED_GRADIENT)
+    gradient_sums(dy, x, moments, None, False, 3, 1e-3, "reduce", ops, ops.sums_gradient)
     input_gradient(dy, x, moments, scale, totals, None, None, None, 3, 1e-3, ops)
     for op in tf.get_default_graph().get_operations():
         if x.op in ancestors_of(op) - {op} and op.type not in ("Shape", "Const"):

@@ -23,7 +23,7 @@ _LONG_SAMPLE = 4096  # rows of a sample above which its sum takes blocks
 _FEW = 128  # rows that are taken whole: to choose among them takes longer
 # Of rows that are summed as they are: sums no longer than speed needs, and the mean, in standard deviations, above which
 # differences are summed. Products of 128 rows lose more with oneDNN, and are faster without (0.42 ms, of 64 rows 0.58; 1.15.5).
-_SHORT_PRODUCT = {"matmul": 128 if tf.__version__.startswith("1.") else 64, "long matmul": 128}
+_SHORT_PRODUCT = {"reduce": 0, "matmul": 128 if tf.__version__.startswith("1.") else 64, "long matmul": 128}
 _LARGE_MEAN = 4.0
 
 
@@ -190,10 +190,12 @@ def local_moments(x, mask, axis, sums_by, as_it_is=False):
     Returns:
       Tensor [3C + 1] of the accumulator's dtype: the count n, s, sum d, sum d^2. All zero where nothing is counted.
     """
-    x = tf.cast(x, accumulator(x.dtype))
+    is_narrow, x = x.dtype != accumulator(x.dtype), tf.cast(x, accumulator(x.dtype))
     count = _count(x, axis, mask)
     if as_it_is and mask is None and axis == x.shape.rank - 1:
-        return tf.concat([tf.reshape(count, [1]), _sums_as_it_is(_rows(x), count, sums_by)], 0)
+        # Grappler moves a cast behind every reshape of it: products would be given one of their own.
+        sums = _sums_as_it_is(_rows(x), count, "reduce" if is_narrow else sums_by)
+        return tf.concat([tf.reshape(count, [1]), sums], 0)
     if mask is None:
         near = _first_mean(x, axis, sums_by)
         differences = add_along(x, -near, axis, sums_by != "reduce")
@@ -219,7 +221,7 @@ def _sums_as_it_is(rows, count, sums_by):
     Args:
       rows: floating point tensor [R, C].
       count: scalar tensor, R.
-      sums_by: "matmul" or "long matmul".
+      sums_by: see `channel_sums`.
 
     Returns:
       Tensor [3C]: s, sum d, sum d^2, see `local_moments`; s is the mean.

@@ -24,26 +24,46 @@ the time over the fused op's:
   near the mean written over the input, and the gradient's last products in place, saved a tenth of the kernels' time and 0 to 2
   % of a ResNet-50's step: not worth a second form of the layer. The towers' batches themselves joined on one device, and
   the fused op over them: 1.09 of a ResNet-20's unsynchronized step, these 1.18, and a converted ResNet-50's as fast.
+- float16 and bfloat16 on CPU: TensorFlow 2's fused ops (1.15's in bfloat16) take them as they are, compute in float32 and round
+  once; in float16 before 2.21 they take twice as long. Layers of 1 to 6 MB that were cast to float32 and back took 2.1 of the
+  unsynchronized ones, 2.15.1 in float16 1.1; normalized as they are and with the gradient's sums by the fused gradient op 1.2,
+  2.15.1 in float16, with that cast, 0.85 (AVX2). With `a dy` by that op too, rounded, and the rest of the gradient added to it in
+  their own dtype, they took 0.94. But then what is smaller than half a unit in the last place of `a dy` is lost, always to the
+  same side: the gradient kept a tenth of `sum dy`, which it should be rid of, where there were 100,000 rows of bfloat16, and
+  four tenths where there were 800,000. oneDNN has kernels of its own for bfloat16, which gain nothing from joined rows.
 - On a GPU (H100, 2.21.0, 51 million numbers, microseconds) the fused op normalizes in 510, channels first in 225, and float16 as
   it is in 390 and 180; plain ops in 680, 890, 970 and 1,180. The gradient by the fused gradient op and one product takes 1,700,
   by products and sums 1,880. Moments of a sample's mean, differences, and sums of blocks take 430, the fused op's own 670, sums
   of all rows at once 920. What is rounded to float16 last loses less: gradients are computed in float32. Small layers wait for
   the host to start their ops: the merge of four towers takes 0.2 ms.
 """
+from typing import NamedTuple
+
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.moments import add_along, along, channel_sums, join_rows, multiply_along, unpack
 
-__all__ = ["FUSED", "FUSED_GRADIENT", "FUSED_ROWS", "PLAIN", "PLAIN_ROWS", "data_format", "fused_statistics",
-           "gradient_sums", "has_few_images", "input_gradient", "normalize", "normalize_by", "normalize_by_one_op"]
+__all__ = ["Ops", "data_format", "fused_statistics", "gradient_sums", "has_few_images", "input_gradient", "normalize",
+           "normalize_by", "normalize_by_one_op"]
 
-PLAIN = "plain"  # ops that TensorFlow differentiates to any order, for any axis and dtype
-PLAIN_ROWS = "plain rows"  # channels last: as PLAIN, several short rows at a time
-FUSED = "fused"  # float32, channels last, on a GPU also first: products with vectors by the fused op
-FUSED_ROWS = "fused rows"  # as FUSED, several short rows at a time
-FUSED_GRADIENT = "fused gradient"  # as FUSED, and the gradient's sums by the fused gradient op; channels last, no mask
 
-_PLAINS, _ROWS = (PLAIN, PLAIN_ROWS), (PLAIN_ROWS, FUSED_ROWS)
+class Ops(NamedTuple):
+    """Which ops the kernels use. The default are those that TensorFlow differentiates to any order, for any axis and dtype.
+
+    Fields:
+      fused: whether the fused op computes products with vectors; float32, channels last, on a GPU also first.
+      joins: whether vectors meet several short rows at a time, see `tf_syncbn.moments.join_rows`; channels last.
+      sums_gradient: whether the fused gradient op computes the gradient's sums; with `fused`, channels last, no mask.
+      narrow: whether float16 and bfloat16 are normalized by the fused op as they are, not cast to float32 and back.
+      narrow_gradient: whether they reach the fused gradient op as they are too, for its sums alone; with `sums_gradient`.
+    """
+    fused: bool = False
+    joins: bool = False
+    sums_gradient: bool = False
+    narrow: bool = False
+    narrow_gradient: bool = False
+
+
 _EPSILON = 1.001e-5  # the least that cuDNN takes
 _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
 
@@ -61,7 +81,7 @@ def normalize(x, mean, variance, gamma, beta, epsilon, axis):
     Returns:
       A tensor of the shape and dtype of `x`.
     """
-    ops = FUSED if mean.dtype == tf.float32 and axis == x.shape.rank - 1 and has_few_images(x) else PLAIN
+    ops = Ops(fused=mean.dtype == tf.float32 and axis == x.shape.rank - 1 and has_few_images(x))
     variance = _variance_for(ops, variance, epsilon)
     return tf.cast(_normalize(tf.cast(x, mean.dtype), mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
 
@@ -71,13 +91,13 @@ def _normalize(x, mean, variance, scale, offset, epsilon, axis, ops):
 
     `variance` is what `_variance_for` these ops returned.
     """
-    joins = ops in _ROWS
-    if ops in _PLAINS:
+    if not ops.fused:
         inverse = tf.rsqrt(variance + epsilon)
-        y = multiply_along(add_along(x, -mean, axis, joins), inverse if scale is None else scale * inverse, axis, joins)
-        return y if offset is None else add_along(y, offset, axis, joins)
+        scale = inverse if scale is None else scale * inverse
+        y = multiply_along(add_along(x, -mean, axis, ops.joins), scale, axis, ops.joins)
+        return y if offset is None else add_along(y, offset, axis, ops.joins)
     images, vectors = x, (mean, variance, *_or_ones_and_zeros(scale, offset, mean))
-    if joins:
+    if ops.joins:
         rows, vectors = join_rows(x, vectors)
         images = x if rows.shape[1] == x.shape[-1] else rows
     return _shaped_as(normalize_by_one_op(_as_images(images), *vectors, epsilon, data_format(x, axis)), x)
@@ -124,14 +144,14 @@ def normalize_by(x, moments, gamma, beta, axis, epsilon, ops):
     _, mean, variance = unpack(moments)
     variance = _variance_for(ops, variance, epsilon)
     with tf.control_dependencies([moments]):  # not before the towers have met
-        wide = tf.cast(x, mean.dtype)
-    return tf.cast(_normalize(wide, mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
+        taken = x if ops.narrow else tf.cast(x, mean.dtype)
+    return tf.cast(_normalize(taken, mean, variance, gamma, beta, epsilon, axis, ops), x.dtype)
 
 
 def fused_statistics(moments, *, epsilon):
     """Returns the mean and the variance that `normalize_by_one_op` is to be given, two tensors [C]."""
     _, mean, variance = unpack(moments)
-    return mean, _variance_for(FUSED, variance, epsilon)
+    return mean, _variance_for(Ops(fused=True), variance, epsilon)
 
 
 def normalize_by_one_op(images, mean, variance, scale, offset, epsilon, layout):
@@ -154,7 +174,7 @@ def normalize_by_one_op(images, mean, variance, scale, offset, epsilon, layout):
 
 def _variance_for(ops, variance, epsilon):
     """Returns the variance, raised for the fused op by as much as `epsilon` is below the least that it takes."""
-    return variance if ops in _PLAINS or epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
+    return variance if not ops.fused or epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
 
 
 def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, scales):
@@ -173,8 +193,8 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
       axis: int, not negative.
       epsilon: float.
       sums_by: see `tf_syncbn.moments.channel_sums`.
-      ops: PLAIN, PLAIN_ROWS, FUSED, FUSED_ROWS or FUSED_GRADIENT.
-      scales: whether to return `a dy`, as FUSED_GRADIENT has to.
+      ops: `Ops`.
+      scales: whether to return `a dy`.
 
     Returns:
       A tuple of a tensor [3, C] of the accumulator's dtype, the rows S, T and a, and perhaps of `a dy`, of the same dtype.
@@ -184,12 +204,13 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
     scale = inverse if gamma is None else gamma * inverse
     # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
     with tf.control_dependencies([dy]):
-        dy, x = (tf.cast(t, mean.dtype) for t in (dy, x))
-        if ops == FUSED_GRADIENT:
+        dy, x = (t if ops.narrow_gradient else tf.cast(t, mean.dtype) for t in (dy, x))
+        if ops.sums_gradient:
             scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
                 y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
                 reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
-            return tf.stack([d_offset, d_scale, scale]), _shaped_as(scaled, x)
+            sums = tf.stack([d_offset, d_scale, scale])
+            return (sums, _shaped_as(scaled, x)) if scales else (sums,)
         centred = add_along(x, -mean, axis, sums_by != "reduce")
         products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
         sums = tf.stack([channel_sums(dy, axis, sums_by), channel_sums(products, axis, sums_by) * inverse, scale])
@@ -214,7 +235,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
       mask: weights of the positions, of a shape that broadcasts to `x`, or None.
       axis: int, not negative.
       epsilon: float.
-      ops: PLAIN, PLAIN_ROWS, FUSED, FUSED_ROWS or FUSED_GRADIENT.
+      ops: `Ops`.
 
     Returns:
       A tuple of one tensor of the shape and dtype of `x`.
@@ -225,6 +246,8 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
     if training is not None:
         share = tf.where_v2(training, share, tf.zeros_like(share))
     deviation, factor = tf.sqrt(variance + epsilon), share if scaled is None else scale * share
+    if ops.narrow:
+        ops = ops._replace(fused=False)  # `x` is cast here and nobody else reads that, so plain ops write over it
     variance = _variance_for(ops, variance, epsilon)
     with tf.control_dependencies([totals]):  # as in `gradient_sums`
         x = tf.cast(x, mean.dtype)
@@ -235,7 +258,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
 
         dx = pull(*tf.unstack(totals[:3] * factor)[:2])
         if scaled is None:
-            dx = multiply_along(dx + tf.cast(dy, x.dtype), scale, axis, ops in _ROWS)
+            dx = multiply_along(dx + tf.cast(dy, x.dtype), scale, axis, ops.joins)
         else:
             dx = tf.add_n([scaled, dx])
         if totals.shape[0] == 5:

@@ -10,8 +10,8 @@ from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place, runs_onednn
 from tf_syncbn.graph_function import call, call_with_gradient
 from tf_syncbn.moments import accumulator, along, is_small, local_moments, merge_groups, unpack
-from tf_syncbn.normalization import (FUSED, FUSED_GRADIENT, FUSED_ROWS, PLAIN, PLAIN_ROWS, data_format, fused_statistics,
-                                     gradient_sums, has_few_images, input_gradient, normalize_by, normalize_by_one_op)
+from tf_syncbn.normalization import (Ops, data_format, fused_statistics, gradient_sums, has_few_images, input_gradient,
+                                     normalize_by, normalize_by_one_op)
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
@@ -33,7 +33,7 @@ class Normalization(NamedTuple):
     epsilon: float
     group_size: Any = None
     sums_by: str = "reduce"
-    ops: str = PLAIN
+    ops: Ops = Ops()
 
 
 def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, frozen=None, correct=None):
@@ -76,7 +76,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
     optional = (gamma, beta, mask, training)
     takes_dtype = x.dtype == tf.float32 or x.dtype == tf.float16 and _on_gpu(x, tower)
-    if how.ops in (FUSED, FUSED_GRADIENT) and takes_dtype and x.shape.rank == 4:
+    if how.ops.fused and not how.ops.joins and takes_dtype and x.shape.rank == 4:
         # With oneDNN, Grappler makes one op of the fused op and of a ReLU that reads it, but not through a kernel's call or
         # an identity_n. So the layer's gradient stands in front of the op, whose own gradient hands dy on to it.
         x = _with_gradient(place, how, x, used, x, optional)
@@ -125,10 +125,19 @@ def _fastest(x, axis, mask, tower):
     is_last = axis == x.shape.rank - 1
     takes_axis = is_last or axis == 1 and x.shape.rank == 4 and _on_gpu(x, tower)
     if accumulator(x.dtype) != tf.float32 or not takes_axis or not (on_cpu or has_few_images(x)):
-        return sums_by, PLAIN
+        return sums_by, Ops()
+    sums_gradient = mask is None and is_last
+    if on_cpu and (x.dtype == tf.bfloat16 or x.dtype == tf.float16 and not is_1) and not is_small(x):
+        return sums_by, Ops(fused=True, joins=by_eigen or x.dtype == tf.float16, sums_gradient=sums_gradient, narrow=True,
+                            narrow_gradient=sums_gradient and _is_fast(x.dtype))
     if by_eigen:
-        return sums_by, FUSED if is_1 else PLAIN_ROWS if is_small(x) else FUSED_ROWS
-    return sums_by, FUSED_GRADIENT if mask is None and is_last else FUSED
+        return sums_by, Ops(fused=is_1 or not is_small(x), joins=not is_1)
+    return sums_by, Ops(fused=True, sums_gradient=sums_gradient)
+
+
+def _is_fast(dtype):
+    """Tells whether TensorFlow's ops on CPU are as fast in float16 or bfloat16 as with casts to float32 and back."""
+    return dtype == tf.bfloat16 or [int(part) for part in tf.__version__.split(".")[:2]] >= [2, 21]
 
 
 def _on_gpu(x, tower):
@@ -184,10 +193,11 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     moments, x = op.outputs[1], op.inputs[2]
     given = iter(op.inputs[3:])
     gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
-    options = {"axis": how.axis, "epsilon": how.epsilon, "ops": how.ops, "plain": {"ops": PLAIN}}
+    options = {"axis": how.axis, "epsilon": how.epsilon, "ops": how.ops, "plain": {"ops": Ops()}}
     with tf.name_scope("exchange"):
+        scales = how.ops.sums_gradient and not how.ops.narrow_gradient  # rounded, it would be of no use
         sums, *scaled = call_with_gradient(gradient_sums, dy, x, moments, gamma, masked=mask is not None,
-                                           sums_by=how.sums_by, scales=how.ops == FUSED_GRADIENT, **options)
+                                           sums_by=how.sums_by, scales=scales, **options)
         d_beta, d_gamma, scale = tf.unstack(sums)
         totals = sums if _is_zeros(d_moments) else tf.concat([sums, tf.reshape(d_moments[1:], [2, -1])], 0)
         if place is not None:
