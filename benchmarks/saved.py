@@ -2,7 +2,8 @@
 
 The rule: every tensor that an op of the backward pass reads and that no op of the backward pass made, once, by its bytes.
 Ops that pass a buffer on (identities, reshapes) stand for what they got. Of a call of a graph function its inputs and
-outputs count, not what it makes inside. Not counted are constants, variables' own values, and what the caller names: `dy`.
+outputs count, not what it makes inside. Not counted are constants, variables' own values, what the caller names (`dy`), and
+what zeros are made like that nobody reads and so never run: `tf.gradients` makes them for outputs without a gradient.
 """
 import numpy as np
 
@@ -23,6 +24,7 @@ def tensors_saved_for_backward(backward_ops, inputs=(), given=()):
     Returns:
       A list of tensors, each once.
     """
+    backward_ops = [op for op in backward_ops if op.type != "ZerosLike" or op.outputs[0].consumers()]
     backward = set(backward_ops)
     inputs = {_origin(tensor).name for tensor in inputs}
     given = {_origin(tensor).name for tensor in given}

@@ -3,9 +3,12 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow.compat.v1 as tf
 
 from benchmarks import graph, report, variants
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
+from benchmarks.saved import tensors_saved_for_backward
+from benchmarks.unsynced import fused_batch_norm
 
 
 def test_ratios_are_of_the_same_round():
@@ -21,6 +24,16 @@ def test_variants_take_turns_and_none_always_follows_the_same_other():
     assert len(rounds) == 8 and all(sorted(names) == list("abc") for names in rounds)
     assert {names.index("b") for names in rounds[2:]} == {0, 1, 2}
     assert all(len(values) == 6 for values in seconds.values())
+
+
+def test_what_the_fused_op_saves_for_the_backward_pass_is_its_input_and_vectors():
+    x, dy = tf.placeholder(tf.float32, [2, 4, 4, 8]), tf.placeholder(tf.float32, [2, 4, 4, 8])
+    y = fused_batch_norm(tf.nn.relu(x), "bn")
+    before = set(tf.get_default_graph().get_operations())
+    tf.gradients(y, [x] + tf.trainable_variables(), dy)
+    backward = [op for op in tf.get_default_graph().get_operations() if op not in before]
+    shapes = [tensor.shape.as_list() for tensor in tensors_saved_for_backward(backward, given=[dy]) if tensor.shape.rank]
+    assert sorted(shapes, key=len) == [[8], [8], [2, 4, 4, 8]]  # the batch's mean and variance
 
 
 def losses_of(name, images, labels, weights=None):

@@ -25,12 +25,13 @@ the time over the fused op's:
   % of a ResNet-50's step: not worth a second form of the layer. The towers' batches themselves joined on one device, and
   the fused op over them: 1.09 of a ResNet-20's unsynchronized step, these 1.18, and a converted ResNet-50's as fast.
 - float16 and bfloat16 on CPU: TensorFlow 2's fused ops (1.15's in bfloat16) take them as they are, compute in float32 and round
-  once; in float16 before 2.21 they take twice as long. Layers of 1 to 6 MB that were cast to float32 and back took 2.1 of the
-  unsynchronized ones, 2.15.1 in float16 1.1; normalized as they are and with the gradient's sums by the fused gradient op 1.2,
-  2.15.1 in float16, with that cast, 0.85 (AVX2). With `a dy` by that op too, rounded, and the rest of the gradient added to it in
-  their own dtype, they took 0.94. But then what is smaller than half a unit in the last place of `a dy` is lost, always to the
-  same side: the gradient kept a tenth of `sum dy`, which it should be rid of, where there were 100,000 rows of bfloat16, and
-  four tenths where there were 800,000. oneDNN has kernels of its own for bfloat16, which gain nothing from joined rows.
+  once; in float16 before 2.21 they take twice as long. Layers of 2 to 6 MB that were cast to float32 and back took 2.1 of the
+  unsynchronized ones, 2.15.1 in float16 1.1; normalized as they are and with the gradient's sums by the fused gradient op 1.3,
+  2.15.1 in float16, with casts to float32 for that, 0.9 (AVX2). With `a dy` by that op too, rounded, and the rest of the
+  gradient added to it in their own dtype, they took 0.94. But then what is smaller than half a unit in the last place of `a dy`
+  is lost, always to the same side: the gradient kept a tenth of `sum dy`, which it should be rid of, where there were 100,000
+  rows of bfloat16, and four tenths where there were 800,000. oneDNN has kernels of its own for bfloat16, which gain nothing
+  from joined rows.
 - On a GPU (H100, 2.21.0, 51 million numbers, microseconds) the fused op normalizes in 510, channels first in 225, and float16 as
   it is in 390 and 180; plain ops in 680, 890, 970 and 1,180. The gradient by the fused gradient op and one product takes 1,700,
   by products and sums 1,880. Moments of a sample's mean, differences, and sums of blocks take 430, the fused op's own 670, sums
