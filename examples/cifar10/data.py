@@ -4,8 +4,8 @@ The binary files (https://www.cs.toronto.edu/~kriz/cifar.html) hold records of o
 green and blue planes; the Python files hold the same in pickles. Whatever is wrong with a file is a `DataError`.
 """
 import hashlib
+import http.client
 import os
-import pickle
 import shutil
 import tarfile
 import tempfile
@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
+
+from examples.cifar10 import pickles
 
 __all__ = ["DataError", "Dataset", "Images", "Pipeline", "download", "generate", "is_there", "load"]
 
@@ -51,7 +53,7 @@ def load(data_dir):
     """Reads CIFAR-10 from the binary or the Python files in `data_dir`, or in their official folder inside it.
 
     Raises:
-      DataError: if a file is missing, truncated, oversized, or holds a label that is not from 0 to 9.
+      DataError: if a file is missing, unreadable, truncated, oversized, or holds a label that is no whole number from 0 to 9.
     """
     if not os.path.isdir(data_dir):
         raise DataError("There is no folder %s." % data_dir)
@@ -113,31 +115,40 @@ def download(data_dir, url=ARCHIVE_URL, md5=ARCHIVE_MD5):
     would read. Does nothing if the folder is there.
 
     Raises:
-      DataError: if the archive can't be fetched or is not the official one.
+      DataError: if the archive can't be fetched or written, or is not the official one.
     """
     folder = os.path.join(data_dir, BINARY_FOLDER)
     if os.path.isdir(folder):
         return folder
-    os.makedirs(data_dir, exist_ok=True)
-    scratch = tempfile.mkdtemp(prefix="download-", dir=data_dir)
     try:
-        archive = os.path.join(scratch, "archive.tar.gz")
+        os.makedirs(data_dir, exist_ok=True)
+        scratch = tempfile.mkdtemp(prefix="download-", dir=data_dir)
         try:
-            with urllib.request.urlopen(url, timeout=60) as response, open(archive, "wb") as out:
-                shutil.copyfileobj(response, out)
-        except OSError as error:
-            raise DataError("%s could not be fetched: %s." % (url, error)) from error
-        found = _md5(archive)
-        if found != md5:
-            raise DataError("%s is not the official archive: its MD5 is %s where %s was expected." % (url, found, md5))
-        with tarfile.open(archive) as tar:
-            for member in tar.getmembers():
-                if member.isfile() and os.path.dirname(member.name) == BINARY_FOLDER:
-                    tar.extract(member, scratch)
-        os.rename(os.path.join(scratch, BINARY_FOLDER), folder)
-    finally:
-        shutil.rmtree(scratch)
+            _fetch(url, md5, scratch)
+            os.rename(os.path.join(scratch, BINARY_FOLDER), folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise DataError("CIFAR-10 can't be written to %s: %s." % (data_dir, error.strerror or error)) from error
     return folder
+
+
+def _fetch(url, md5, scratch):
+    """Fetches an archive, checks it, and unpacks its data files into their folder in `scratch`."""
+    archive = os.path.join(scratch, "archive.tar.gz")
+    with open(archive, "wb") as out:
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                shutil.copyfileobj(response, out)
+        except (OSError, http.client.HTTPException) as error:
+            raise DataError("%s could not be fetched: %s." % (url, str(error).rstrip("."))) from error
+    found = _md5(archive)
+    if found != md5:
+        raise DataError("%s is not the official archive: its MD5 is %s where %s was expected." % (url, found, md5))
+    with tarfile.open(archive) as tar:
+        for member in tar.getmembers():
+            if member.isfile() and os.path.dirname(member.name) == BINARY_FOLDER:
+                tar.extract(member, scratch)
 
 
 def _md5(path):
@@ -153,46 +164,40 @@ def _join(parts):
 
 
 def _read_binary(path):
-    if not os.path.exists(path):
-        raise DataError("The data file %s is missing." % path)
-    size, expected = os.path.getsize(path), RECORDS_A_FILE * _RECORD
-    if size != expected:
-        raise DataError("The data file %s is %s: it has %d bytes where %d were expected."
-                        % (path, "truncated" if size < expected else "too long", size, expected))
-    records = np.fromfile(path, np.uint8).reshape(RECORDS_A_FILE, _RECORD)
-    return _checked(records[:, 1:], records[:, 0], path)
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Reads pickles of NumPy arrays, and refuses what would run code."""
-
-    def find_class(self, module, name):
-        if module.split(".")[0] in ("numpy", "_codecs") and name in ("_reconstruct", "ndarray", "dtype", "encode"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError("it refers to %s.%s" % (module, name))
+    content, expected = _read(path), RECORDS_A_FILE * _RECORD
+    if len(content) != expected:
+        raise DataError("The data file %s is %s: it has %d bytes where %d were expected." % (
+            path, "truncated" if len(content) < expected else "too long", max(len(content), os.path.getsize(path)), expected))
+    records = np.frombuffer(content, np.uint8).reshape(RECORDS_A_FILE, _RECORD)
+    labels = records[:, 0]
+    wrong = np.flatnonzero(labels >= CLASSES)
+    if wrong.size:
+        raise DataError("The data file %s has the label %d in record %d; labels are whole numbers from 0 to %d."
+                        % (path, labels[wrong[0]], wrong[0], CLASSES - 1))
+    return _images(records[:, 1:], labels)
 
 
 def _read_pickle(path):
-    if not os.path.exists(path):
-        raise DataError("The data file %s is missing." % path)
+    content = _read(path)
+    try:
+        planes, labels = pickles.parse(content, RECORDS_A_FILE, _RECORD - 1, CLASSES)
+    except ValueError as error:
+        raise DataError("The data file %s can't be read: %s." % (path, error)) from error
+    return _images(planes, labels)
+
+
+def _read(path):
+    """Returns the bytes of a file, or, where it is longer than a data file, enough of them to tell."""
     try:
         with open(path, "rb") as f:
-            content = _ArraysOnly(f, encoding="bytes").load()
-        data, labels = np.asarray(content[b"data"]), np.asarray(content[b"labels"])
-    except Exception as error:  # a damaged pickle can raise nearly anything
-        reason = str(error).rstrip(".") or type(error).__name__
-        raise DataError("The data file %s can't be read: %s." % (path, reason)) from error
-    if data.shape != (RECORDS_A_FILE, _RECORD - 1) or data.dtype != np.uint8 or labels.shape != (RECORDS_A_FILE,):
-        raise DataError("The data file %s holds %s %s and %d labels where uint8 (%d, %d) and %d were expected."
-                        % (path, data.dtype, data.shape, labels.size, RECORDS_A_FILE, _RECORD - 1, RECORDS_A_FILE))
-    return _checked(data, labels, path)
+            return f.read(2 * RECORDS_A_FILE * _RECORD)  # text in UTF-8, as Python 3 may write bytes, takes up to twice as many
+    except FileNotFoundError as error:
+        raise DataError("The data file %s is missing." % path) from error
+    except OSError as error:
+        raise DataError("The data file %s can't be read: %s." % (path, error.strerror)) from error
 
 
-def _checked(planes, labels, path):
-    wrong = np.flatnonzero((labels < 0) | (labels >= CLASSES))
-    if wrong.size:
-        raise DataError("The data file %s has the label %d in record %d; labels are 0 to %d."
-                        % (path, labels[wrong[0]], wrong[0], CLASSES - 1))
+def _images(planes, labels):
     images = planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(images), labels.astype(np.int32))
 

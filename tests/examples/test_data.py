@@ -1,4 +1,5 @@
 """CIFAR-10's files, right and wrong, the download, and the pipeline."""
+import errno
 import hashlib
 import http.server
 import io
@@ -69,7 +70,8 @@ def damaged(path, content):
 @pytest.mark.parametrize("content,message", [
     (lambda b: b[:-1], "is truncated: it has 30729999 bytes where 30730000 were expected"),
     (lambda b: b + b"x", "is too long: it has 30730001 bytes"),
-    (lambda b: b[:5 * RECORD] + b"\x0b" + b[5 * RECORD + 1:], "has the label 11 in record 5; labels are 0 to 9"),
+    (lambda b: b[:5 * RECORD] + b"\x0b" + b[5 * RECORD + 1:],
+     "has the label 11 in record 5; labels are whole numbers from 0 to 9"),
 ])
 def test_damaged_binary_file_is_refused(binary, content, message):
     path = str(binary / data.BINARY_FOLDER / "data_batch_3.bin")
@@ -105,7 +107,10 @@ class Hostile:
 @pytest.mark.parametrize("content,message", [
     (b"not a pickle", "can't be read"),
     (pickle.dumps(Hostile()), "can't be read: it refers to .*mkdir"),
-    (pickle.dumps({b"data": np.zeros([3, 3072], np.uint8), b"labels": [0, 1, 2]}, 2), "holds uint8 .* and 3 labels where"),
+    (pickle.dumps({b"data": np.zeros([3, 3072], np.uint8), b"labels": [0, 1, 2]}, 2),
+     "can't be read: it holds 9216 bytes as uint8 .* and 3 labels where"),
+    (pickle.dumps({b"data": np.zeros([10000, 3072], np.uint8), b"labels": [0, 2.5] * 5000}, 2),
+     "can't be read: it has the label 2.5 in record 1; labels are whole numbers from 0 to 9"),
 ])
 def test_damaged_pickle_is_refused_and_runs_nothing(tmp_path, monkeypatch, content, message):
     monkeypatch.chdir(tmp_path)
@@ -113,6 +118,22 @@ def test_damaged_pickle_is_refused_and_runs_nothing(tmp_path, monkeypatch, conte
     with pytest.raises(data.DataError, match="data_batch_1 " + message):
         data.load(str(tmp_path))
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("name", ["data_batch_1.bin", "data_batch_1"])
+def test_a_data_file_that_can_not_be_read_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir()
+    with pytest.raises(data.DataError, match="%s can't be read: Is a directory" % name):
+        data.load(str(tmp_path))
+    (tmp_path / name).rmdir()
+    (tmp_path / name).write_bytes(b"")
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(data.DataError, match="%s can't be read: Permission denied" % name):
+        data.load(str(tmp_path))
 
 
 @pytest.fixture
@@ -171,6 +192,19 @@ def test_download_that_fails_leaves_nothing(server, tmp_path, served, message):
     with pytest.raises(data.DataError, match=message):
         data.download(str(tmp_path / "data"), url)
     assert os.listdir(str(tmp_path / "data")) == []
+
+
+def test_download_that_can_not_be_written_is_refused(server, tmp_path):
+    folder, url = server
+    content = archive()
+    (folder / "archive").write_bytes(content)
+    (tmp_path / "file").write_text("")
+    (tmp_path / data.BINARY_FOLDER).write_text("in the way")
+    for target, message in ((tmp_path / "file" / "data", "Not a directory"), (tmp_path / "file", "File exists"),
+                            (tmp_path, "Not a directory")):
+        with pytest.raises(data.DataError, match="CIFAR-10 can't be written to %s: %s" % (target, message)):
+            data.download(str(target), url, hashlib.md5(content).hexdigest())
+    assert not list(tmp_path.glob("download-*"))
 
 
 def test_generated_images_are_reproducible_and_said_not_to_be_cifar10():
