@@ -1,32 +1,63 @@
 """What stands in a training folder, checked before anything is written there."""
-import glob
 import os
+import re
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10.report import read_json
+from examples.cifar10.report import WriteError, read_json, reason, write_json
 
-__all__ = ["UsageError", "check_checkpoint", "check_settings", "newest_checkpoint", "read_history", "read_settings",
-           "restore"]
+__all__ = ["UsageError", "check_checkpoint", "check_folder", "check_settings", "make_saver", "read_history",
+           "read_settings", "read_sums", "restore", "save", "saved_checkpoints"]
+
+_INDEX = re.compile(r"model\.ckpt-(\d+)\.index$")
+_KEPT = 3
+_FILES = ("checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png")
+_OF_A_RECORD = {"step", "epoch", "train_loss", "train_accuracy", "test_accuracy"}
 
 
 class UsageError(ValueError):
     """What was asked can't be done; the message is one sentence for the person at the terminal."""
 
 
-def newest_checkpoint(train_dir):
-    """Returns the path of the last checkpoint that was written whole, or None."""
-    state = tf.train.get_checkpoint_state(train_dir)
-    paths = list(state.all_model_checkpoint_paths) if state else []
-    if not paths:  # without its state file, or with a damaged one, a folder still has its checkpoints
-        paths = [path[:-len(".index")] for path in glob.glob(os.path.join(glob.escape(train_dir), "model.ckpt-*.index"))]
-        paths.sort(key=lambda path: int(path.rsplit("-", 1)[1]))
-    for path in reversed(paths):
-        # The folder may have been moved since: the names are what counts.
-        path = os.path.join(train_dir, os.path.basename(path))
-        if tf.train.checkpoint_exists(path):
-            return path
-    return None
+def saved_checkpoints(train_dir):
+    """Returns the paths of the checkpoints in a folder, the newest last.
+
+    They are those that its state file names; without that file, or with a damaged one, all that are whole.
+
+    Raises:
+      UsageError: if there are checkpoints and none is known to be whole.
+    """
+    # The folder may have been moved since: the names are what counts.
+    named = [os.path.join(train_dir, os.path.basename(path)) for path in _state(train_dir)]
+    named = [path for path in named if tf.train.checkpoint_exists(path)]
+    if named:
+        return named
+    numbers = [_INDEX.match(name) for name in (os.listdir(train_dir) if os.path.isdir(train_dir) else [])]
+    found = [os.path.join(train_dir, "model.ckpt-%d" % number) for number in sorted(int(m.group(1)) for m in numbers if m)]
+    whole = [path for path in found if _is_whole(path)]
+    if found and not whole:
+        raise UsageError("None of the checkpoints in %s can be read; the newest is %s. Choose another --train-dir."
+                         % (train_dir, os.path.basename(found[-1])))
+    return whole
+
+
+def _state(train_dir):
+    try:
+        state = tf.train.get_checkpoint_state(train_dir)
+    except ValueError:  # it is empty, or no text; TensorFlow returns None for other text
+        state = None
+    return list(state.all_model_checkpoint_paths) if state else []
+
+
+def _is_whole(path):
+    try:
+        reader = tf.train.load_checkpoint(path)
+        for name in reader.get_variable_to_shape_map():
+            reader.get_tensor(name)
+    except Exception:  # a damaged one raises one of several kinds
+        return False
+    return True
 
 
 def restore(saver, session, path):
@@ -39,6 +70,58 @@ def restore(saver, session, path):
         saver.restore(session, path)
     except (tf.errors.OpError, ValueError) as error:
         raise UsageError("The checkpoint %s can't be read: it is damaged (%s)." % (path, type(error).__name__)) from error
+
+
+def make_saver():
+    """Returns the `tf.train.Saver` of a training, which keeps its last checkpoints."""
+    return tf.train.Saver(max_to_keep=_KEPT)
+
+
+def save(saver, session, train_dir, step, sums):
+    """Saves a checkpoint, and what the epoch's steps before it came to.
+
+    Args:
+      saver: what `make_saver` returned.
+      session: `tf.Session`.
+      train_dir: str.
+      step: int, the number of steps done.
+      sums: float64 [3], the sums of loss and accuracy over the epoch's steps so far, and how many these are.
+
+    Raises:
+      WriteError: if it can't be written; the earlier ones are there still.
+    """
+    path = os.path.join(train_dir, "sums.json")
+    before = [(number, of_it) for number, of_it in _read_json(path, {}).items() if number.isdigit() and int(number) < step]
+    write_json(path, dict(before[-_KEPT:] + [(str(step), list(sums))]))
+    try:
+        saver.save(session, os.path.join(train_dir, "model.ckpt"), global_step=step, write_meta_graph=False)
+    except (tf.errors.OpError, ValueError) as error:
+        raise WriteError("The checkpoint of step %d can't be written to %s: %s. The earlier ones are as they were."
+                         % (step, train_dir, reason(error))) from error
+
+
+def read_sums(train_dir, step, steps):
+    """Returns the `sums` that `save` was given at a step, zeros where they are not of `steps` steps.
+
+    Raises:
+      UsageError: if the file is damaged.
+    """
+    path = os.path.join(train_dir, "sums.json")
+    sums = _read_json(path, {}).get(str(step), [0, 0, 0])
+    if not isinstance(sums, list) or len(sums) != 3 or not all(isinstance(value, (int, float)) for value in sums):
+        raise UsageError("%s is damaged: it has %r for step %d. Delete it to go on without." % (path, sums, step))
+    return np.array(sums, np.float64) if sums[2] == steps else np.zeros(3)
+
+
+def check_folder(train_dir):
+    """Makes the folder, and raises `UsageError` if a training can't write its files there."""
+    try:
+        os.makedirs(train_dir, exist_ok=True)
+    except OSError as error:
+        raise UsageError("The folder %s can't be made: %s. Choose another --train-dir." % (train_dir, error.strerror)) from error
+    for path in (os.path.join(train_dir, name) for name in _FILES):
+        if os.path.isdir(path):
+            raise UsageError("%s is a folder where a file should be: move it away, or choose another --train-dir." % path)
 
 
 def read_settings(train_dir):
@@ -56,14 +139,24 @@ def read_history(train_dir, step):
     Raises:
       UsageError: if the file is damaged.
     """
-    return [record for record in _read_json(os.path.join(train_dir, "history.json"), []) if record["step"] <= step]
+    path = os.path.join(train_dir, "history.json")
+    history = _read_json(path, [])
+    if not all(isinstance(record, dict) and _OF_A_RECORD <= set(record) for record in history):
+        raise UsageError("%s is damaged: not all of its records have %s." % (path, ", ".join(sorted(_OF_A_RECORD))))
+    return [record for record in history if record["step"] <= step]
 
 
 def _read_json(path, default):
     try:
-        return read_json(path, default)
+        content = read_json(path, default)
     except ValueError as error:  # of JSON or of its encoding
         raise UsageError("%s is damaged: %s." % (path, error)) from error
+    except OSError as error:
+        raise UsageError("%s can't be read: %s." % (path, error.strerror)) from error
+    if not isinstance(content, type(default)):
+        raise UsageError("%s is damaged: it holds a %s where a %s was expected."
+                         % (path, type(content).__name__, type(default).__name__))
+    return content
 
 
 def check_settings(settings, data_name):
@@ -81,13 +174,15 @@ def check_checkpoint(path, variables, depth):
         saved = dict(tf.train.list_variables(path))
     except Exception as error:  # a damaged index raises one of several kinds
         raise UsageError("The checkpoint %s can't be read: %s." % (path, str(error).split("\n")[0].rstrip("."))) from error
+    missing = [v.op.name for v in variables if v.op.name not in saved]
+    if missing:
+        raise UsageError("The checkpoint %s is not of a ResNet-%d: %s is not in it, one of %d of %d variables. Choose another "
+                         "--train-dir." % (path, depth, missing[0], len(missing), len(variables)))
     for variable in variables:
-        shape = saved.get(variable.op.name)
-        if shape != variable.shape.as_list():
-            raise UsageError(
-                "The checkpoint %s is not of a ResNet-%d: %s %s. Choose another --train-dir." % (
-                    path, depth, variable.op.name,
-                    "is not in it" if shape is None else "has shape %s, not %s" % (shape, variable.shape.as_list())))
+        name, shape = variable.op.name, variable.shape.as_list()
+        if saved[name] != shape:
+            raise UsageError("The checkpoint %s is not of a ResNet-%d: %s has shape %s, not %s. Choose another --train-dir."
+                             % (path, depth, name, saved[name], shape))
     more = sorted(name for name in set(saved) - {v.op.name for v in variables} if name.endswith("kernel"))
     if more:
         raise UsageError("The checkpoint %s is not of a ResNet-%d: it has %s too. Choose another --train-dir."

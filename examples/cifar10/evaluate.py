@@ -18,13 +18,16 @@ import tf_syncbn  # noqa: E402
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
 from examples.cifar10.checkpoint import (  # noqa: E402
-    UsageError, check_checkpoint, newest_checkpoint, read_settings, restore)
+    UsageError, check_checkpoint, read_settings, restore, saved_checkpoints)
 from examples.cifar10.model import resnet  # noqa: E402
+from examples.cifar10.report import exit_status  # noqa: E402
 from examples.cifar10.train import add_data_arguments, load_data, positive_int, tower_devices  # noqa: E402
+
+_NEEDED = {"depth": int, "data": str, "sync_bn": bool, "weight_decay": (int, float)}
 
 
 def main(argv=None):
-    """Runs the command line and returns the exit status: 0, or 2 for bad input."""
+    """Runs the command line and returns the exit status: 0, or 2 for what can't be done."""
     tf.disable_eager_execution()
     tf.logging.set_verbosity(tf.logging.ERROR)
     parser = argparse.ArgumentParser(prog="python -m examples.cifar10.evaluate", description=__doc__.split("\n\n")[0])
@@ -32,20 +35,24 @@ def main(argv=None):
     parser.add_argument("--batch-size", type=positive_int, default=500, help="of all towers together (default 500)")
     parser.add_argument("--recalibrate", type=positive_int, metavar="K",
                         help="estimate the moving averages anew, over K batches of training images")
-    try:
-        evaluate(parser.parse_args(argv))
+    settings = parser.parse_args(argv)
+
+    def command():
+        evaluate(settings)
         return 0
-    except (UsageError, data.DataError) as error:
-        print("error: %s" % error, file=sys.stderr)
-        return 2
+    return exit_status(command, UsageError, data.DataError)
 
 
 def evaluate(settings):
     """Prints and returns the test accuracy of the newest checkpoint."""
-    checkpoint = newest_checkpoint(settings.train_dir)
-    trained = read_settings(settings.train_dir)
-    if not checkpoint or "depth" not in trained:
+    checkpoints, trained = saved_checkpoints(settings.train_dir), read_settings(settings.train_dir)
+    if not checkpoints:
         raise UsageError("There is no checkpoint in %s: train first, or name another --train-dir." % settings.train_dir)
+    checkpoint = checkpoints[-1]
+    for name, kind in _NEEDED.items():
+        if not isinstance(trained.get(name), kind):
+            raise UsageError("%s does not say the %s of the training in it: it has %r."
+                             % (os.path.join(settings.train_dir, "settings.json"), name, trained.get(name)))
     dataset = load_data(settings)
     if dataset.name != trained["data"]:
         raise UsageError("The model in %s was trained on %s, and this is %s: name its --data-dir."

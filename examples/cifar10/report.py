@@ -1,12 +1,46 @@
 """What a training run says: progress on the terminal, a learning curve, and a results file."""
 import json
 import os
+import re
+import socket
 import sys
 import time
 
+import tensorflow.compat.v1 as tf
 import tqdm
 
-__all__ = ["Progress", "draw_curve", "read_json", "write_json"]
+__all__ = ["EventWriter", "Progress", "WriteError", "draw_curve", "exit_status", "read_json", "reason", "write_json"]
+
+
+class WriteError(Exception):
+    """A file can't be written; the message is one sentence for the person at the terminal."""
+
+
+def exit_status(command, *mistakes):
+    """Calls `command` and returns its exit status, or 2 after its one sentence on stderr.
+
+    Args:
+      command: function without arguments.
+      *mistakes: exceptions whose message is such a sentence, beside `WriteError`.
+    """
+    try:
+        status = command()
+        sys.stdout.flush()
+        return status
+    except mistakes + (WriteError,) as error:
+        print("error: %s" % error, file=sys.stderr)
+    except OSError as error:
+        print("error: %s can't be written: %s." % (error.filename or "Standard output", error.strerror or error), file=sys.stderr)
+        if not error.filename:  # Python would try once more as it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 2
+
+
+def reason(error):
+    """Returns why TensorFlow failed, without where in the graph: of several files' names and reasons the last reason."""
+    message = getattr(error, "message", str(error))
+    # TensorFlow 2 puts a stack trace before the reason, TensorFlow 1 behind it.
+    return re.sub(r"(?s)^.*\nNode: [^\n]*\n", "", message).split("\n")[0].split("; ")[-1].rstrip(".")
 
 
 class Progress:
@@ -48,6 +82,47 @@ class Progress:
         self._bar.close()
 
 
+class EventWriter:
+    """Writes what TensorBoard shows. A full disk ends `tf.summary.FileWriter`'s thread, with a traceback or in silence.
+
+    Args:
+      folder: str.
+      graph: `tf.Graph`, or None.
+
+    Raises:
+      WriteError: where a file can't be written; so do all methods.
+    """
+
+    def __init__(self, folder, graph=None):
+        # As TensorBoard knows them; the process's number keeps two of the same second apart.
+        name = "events.out.tfevents.%010d.%s.%d" % (time.time(), socket.gethostname(), os.getpid())
+        self._path, self._writer = os.path.join(folder, name), None
+        self._write(file_version="brain.Event:2")
+        if graph is not None:
+            self._write(graph_def=graph.as_graph_def(add_shapes=True).SerializeToString())
+
+    def add(self, summary, step):
+        """Writes a `tf.Summary`, serialized or not."""
+        self._write(step=step, summary=tf.Summary.FromString(summary) if isinstance(summary, bytes) else summary)
+
+    def close(self):
+        """Writes what is left."""
+        self._checked(lambda: self._writer.close())
+
+    def _write(self, **content):
+        def write():
+            self._writer = self._writer or tf.io.TFRecordWriter(self._path)
+            self._writer.write(tf.Event(wall_time=time.time(), **content).SerializeToString())
+            self._writer.flush()
+        self._checked(write)
+
+    def _checked(self, write):
+        try:
+            write()
+        except tf.errors.OpError as error:
+            raise WriteError("%s can't be written: %s." % (self._path, reason(error))) from error
+
+
 def draw_curve(history, title, path):
     """Writes a PNG of loss and accuracy over epochs.
 
@@ -55,6 +130,9 @@ def draw_curve(history, title, path):
       history: list of dicts with "epoch", "train_loss", "train_accuracy", "test_accuracy".
       title: str.
       path: str.
+
+    Raises:
+      WriteError: if it can't be written.
     """
     import matplotlib
     matplotlib.use("Agg")
@@ -79,7 +157,11 @@ def draw_curve(history, title, path):
 
 
 def write_json(path, content):
-    """Writes a JSON file that is never seen half written."""
+    """Writes a JSON file that is never seen half written.
+
+    Raises:
+      WriteError: if it can't be written.
+    """
     def write(scratch):
         with open(scratch, "w") as f:
             json.dump(content, f, indent=2)
@@ -100,6 +182,8 @@ def _replace(path, write):
     try:
         write(scratch)
         os.replace(scratch, path)
+    except OSError as error:
+        raise WriteError("%s can't be written: %s." % (path, error.strerror)) from error
     finally:
         if os.path.exists(scratch):
             os.remove(scratch)

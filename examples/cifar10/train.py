@@ -19,22 +19,20 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
 from examples.cifar10.checkpoint import (  # noqa: E402
-    UsageError, check_checkpoint, check_settings, newest_checkpoint, read_history, restore)
+    UsageError, check_checkpoint, check_folder, check_settings, make_saver, read_history, read_sums, restore, save,
+    saved_checkpoints)
 from examples.cifar10.model import resnet  # noqa: E402
-from examples.cifar10.report import Progress, draw_curve, read_json, write_json  # noqa: E402
+from examples.cifar10.report import (  # noqa: E402
+    EventWriter, Progress, draw_curve, exit_status, read_json, write_json)
 
 EVALUATION_BATCH = 500
 
 
 def main(argv=None):
-    """Runs the command line and returns the exit status: 0, 2 for bad input, 128 + signal when interrupted."""
+    """Runs the command line and returns the exit status: 0, 2 for what can't be done, 128 + signal when interrupted."""
     tf.disable_eager_execution()
     tf.logging.set_verbosity(tf.logging.ERROR)
-    try:
-        return train(parse_arguments(argv))
-    except (UsageError, data.DataError) as error:
-        print("error: %s" % error, file=sys.stderr)
-        return 2
+    return exit_status(lambda: train(parse_arguments(argv)), UsageError, data.DataError)
 
 
 def parse_arguments(argv):
@@ -173,21 +171,16 @@ def train(settings):
         "synced" if settings.sync_bn else "per-tower", settings.update_ops))
     with tf.Graph().as_default():
         training = Training(settings, dataset)
-        saver = tf.train.Saver(max_to_keep=3)
-        checkpoint = newest_checkpoint(settings.train_dir)
-        if checkpoint:
-            check_checkpoint(checkpoint, tf.global_variables(), settings.depth)
+        saver, checkpoints = make_saver(), saved_checkpoints(settings.train_dir)
+        if checkpoints:
+            check_checkpoint(checkpoints[-1], tf.global_variables(), settings.depth)
         with tf.Session(config=training.config) as session, _Interruption() as interruption:
-            if checkpoint:
-                restore(saver, session, checkpoint)
-                state = tf.train.get_checkpoint_state(settings.train_dir)
-                saver.recover_last_checkpoints(state.all_model_checkpoint_paths if state else [checkpoint])
-                print("Going on from step %d, %s." % (session.run(training.global_step), checkpoint))
+            if checkpoints:
+                restore(saver, session, checkpoints[-1])
+                saver.recover_last_checkpoints(checkpoints)
+                print("Going on from step %d, %s." % (session.run(training.global_step), checkpoints[-1]))
             else:
                 session.run(tf.global_variables_initializer())
-            read_history(settings.train_dir, 0)  # a damaged one is refused before anything is written
-            os.makedirs(settings.train_dir, exist_ok=True)
-            write_json(os.path.join(settings.train_dir, "settings.json"), dict(vars(settings), data=dataset.name))
             return _run(settings, dataset, training, saver, session, interruption)
 
 
@@ -195,12 +188,15 @@ def _run(settings, dataset, training, saver, session, interruption):
     step = first_step = int(session.run(training.global_step))
     if step >= training.num_steps:
         print("The %d steps asked for are done." % training.num_steps)
-    history_path = os.path.join(settings.train_dir, "history.json")
-    history = read_history(settings.train_dir, step)
-    progress = Progress(step, training.num_steps, settings.batch_size)
-    writer = tf.summary.FileWriter(settings.train_dir, session.graph if step == 0 else None)
     steps_an_epoch = training.pipeline.steps_an_epoch
-    sums, saved = np.zeros(3), step if step else None
+    # Damaged files are refused before anything is written.
+    history, sums = read_history(settings.train_dir, step), read_sums(settings.train_dir, step, step % steps_an_epoch)
+    check_folder(settings.train_dir)
+    write_json(os.path.join(settings.train_dir, "settings.json"), dict(vars(settings), data=dataset.name))
+    history_path = os.path.join(settings.train_dir, "history.json")
+    progress = Progress(step, training.num_steps, settings.batch_size)
+    saved = step if step else None
+    writer = EventWriter(settings.train_dir, session.graph if step == 0 else None)
     started = time.time()
     try:
         while step < training.num_steps and interruption.signal is None:
@@ -210,7 +206,7 @@ def _run(settings, dataset, training, saver, session, interruption):
             fetches = [training.loss, training.accuracy, training.train_op]
             if step % 20 == 0:
                 loss, accuracy, _, summary = session.run(fetches + [training.summary])
-                writer.add_summary(summary, step)
+                writer.add(summary, step)
             else:
                 loss, accuracy, _ = session.run(fetches)
             if not np.isfinite(loss):
@@ -222,11 +218,12 @@ def _run(settings, dataset, training, saver, session, interruption):
             if step % steps_an_epoch == 0 or step == training.num_steps:
                 history.append(_end_epoch(step, steps_an_epoch, sums, training, session, progress, writer))
                 write_json(history_path, history)
-                sums = np.zeros(3)
+                sums = sums * (step % steps_an_epoch > 0)  # of an epoch that goes on later they are kept
             if step % settings.save_every == 0 or step % steps_an_epoch == 0 or step == training.num_steps:
-                saved = _save(saver, session, settings, step)
+                save(saver, session, settings.train_dir, step, sums)
+                saved = step
         if step != saved and step > 0:
-            saved = _save(saver, session, settings, step)
+            save(saver, session, settings.train_dir, step, sums)
     finally:
         progress.close()
         writer.close()
@@ -241,11 +238,6 @@ def _run(settings, dataset, training, saver, session, interruption):
     return 0
 
 
-def _save(saver, session, settings, step):
-    saver.save(session, os.path.join(settings.train_dir, "model.ckpt"), global_step=step, write_meta_graph=False)
-    return step
-
-
 def _end_epoch(step, steps_an_epoch, sums, training, session, progress, writer):
     loss, accuracy = sums[:2] / sums[2]
     record = {"step": step, "epoch": round(step / steps_an_epoch, 3), "train_loss": float(loss),
@@ -253,14 +245,14 @@ def _end_epoch(step, steps_an_epoch, sums, training, session, progress, writer):
     progress.say("epoch %g: training loss %.3f, accuracy %.1f %%; test accuracy %.1f %%" % (
         record["epoch"], loss, 100 * accuracy, 100 * record["test_accuracy"]))
     summary = tf.Summary(value=[tf.Summary.Value(tag="test_accuracy", simple_value=record["test_accuracy"])])
-    writer.add_summary(summary, step)
+    writer.add(summary, step)
     return record
 
 
 def _finish(settings, dataset, history, step, seconds, images):
     results_path = os.path.join(settings.train_dir, "results.json")
     curve_path = os.path.join(settings.train_dir, "curve.png")
-    if images or not os.path.exists(results_path) or read_json(results_path, {}).get("step") != step:
+    if images or _step_of(results_path) != step:
         write_json(results_path, {
             "settings": vars(settings), "data": dataset.name, "tensorflow": tf.__version__, "step": step,
             "test_accuracy": history[-1]["test_accuracy"] if history else None,
@@ -269,6 +261,13 @@ def _finish(settings, dataset, history, step, seconds, images):
         draw_curve(history, "ResNet-%d, %d towers, %s" % (settings.depth, settings.num_towers, dataset.name), curve_path)
         print("Test accuracy %.2f %% on %s after %d steps." % (100 * history[-1]["test_accuracy"], dataset.name, step))
         print("Results: %s, curve: %s" % (results_path, curve_path))
+
+
+def _step_of(results_path):
+    try:
+        return read_json(results_path, {}).get("step")
+    except (AttributeError, ValueError):  # it is damaged, and written anew
+        return None
 
 
 if __name__ == "__main__":

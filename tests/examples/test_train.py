@@ -1,8 +1,10 @@
 """The example from the command line: it trains, resumes, survives being killed, and refuses bad input in one sentence."""
+import contextlib
 import json
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10 import data, evaluate, train
+from examples.cifar10 import checkpoint, data, evaluate, train
 from examples.cifar10.model import resnet
 from examples.cifar10.report import Progress, draw_curve, write_json
 from tests.support import build
@@ -187,7 +189,8 @@ def test_checkpoint_of_another_depth_is_refused_and_nothing_is_overwritten(train
     text = settings.read_text()
     settings.unlink()
     try:  # without the settings, the checkpoint itself tells
-        refuse(capsys, train.main, arguments, "is not of a ResNet-14: stage0_block1/.* is not in it")
+        refuse(capsys, train.main, arguments,
+               r"is not of a ResNet-14: stage0_block1/\S+ is not in it, one of \d\d of \d\d\d variables\. Choose")
     finally:
         settings.write_text(text)
     assert [name for name, _ in listing(train_dir)] == [name for name, _ in before]
@@ -231,6 +234,175 @@ def test_damaged_files_of_a_training_folder_are_refused(trained, tmp_path, capsy
     capsys.readouterr()
     (tmp_path / "settings.json").write_text("{")
     refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "settings.json is damaged")
+
+
+def copy_of(folder, target, but=("events",)):
+    """Copies a folder's files, but not those whose names begin so."""
+    for path in folder.iterdir():
+        if not path.name.startswith(but):
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+def copy_checkpoint(folder, step, new_step):
+    for path in folder.glob("model.ckpt-%d.*" % step):
+        (folder / path.name.replace("-%d." % step, "-%d." % new_step)).write_bytes(path.read_bytes())
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"nonsense", b'model_checkpoint_path: ""', None,
+                                     b'model_checkpoint_path: "model.ckpt-4"\nall_model_checkpoint_paths: "model.ckpt-4"'])
+def test_without_a_good_state_file_the_checkpoints_that_are_whole_are_found(trained, tmp_path, content):
+    copy_of(trained[0], tmp_path, ("events", "checkpoint"))
+    if content is not None:
+        (tmp_path / "checkpoint").write_bytes(content)
+    for step in (9, 100, 200, 300):
+        copy_checkpoint(tmp_path, 30, step)
+    for name, size in (("model.ckpt-100.data-00000-of-00001", 1000), ("model.ckpt-300.index", 20)):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size])
+    (tmp_path / "model.ckpt-200.data-00000-of-00001").unlink()
+    (tmp_path / "model.ckpt-best.index").write_bytes((tmp_path / "model.ckpt-30.index").read_bytes())
+    assert checkpoint.saved_checkpoints(str(tmp_path)) == [str(tmp_path / "model.ckpt-9"), str(tmp_path / "model.ckpt-30")]
+
+
+def test_training_with_an_empty_state_file_goes_on(trained, tmp_path, capsys):
+    copy_of(trained[0], tmp_path)
+    (tmp_path / "checkpoint").write_bytes(b"")
+    assert train.main(SMALL + ["--steps", "31", "--train-dir", str(tmp_path)]) == 0
+    assert "Going on from step 30" in capsys.readouterr().out and saved_step(tmp_path) == 31
+
+
+def test_checkpoints_none_of_which_is_whole_are_not_trained_over(trained, tmp_path, capsys):
+    copy_of(trained[0], tmp_path, ("events", "checkpoint"))
+    copy_checkpoint(tmp_path, 30, 9)
+    for path in tmp_path.glob("*.data-*"):
+        path.write_bytes(path.read_bytes()[:1000])
+    before = listing(tmp_path)
+    for run in (train.main, evaluate.main):
+        refuse(capsys, run, ["--depth", "8"][:2 * (run is train.main)] + ["--train-dir", str(tmp_path)],
+               "None of the checkpoints in .* can be read; the newest is model.ckpt-30")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png"])
+def test_a_folder_where_a_file_should_be_is_refused(tmp_path, capsys, name):
+    (tmp_path / name).mkdir()
+    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)],
+           "%s (is a folder where a file should be: move it away|can't be read: Is a directory)" % name)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name,content,message", [
+    ("settings.json", "[]", "settings.json is damaged: it holds a list where a dict was expected"),
+    ("history.json", "{}", "history.json is damaged: it holds a dict where a list was expected"),
+    ("history.json", "[1]", "history.json is damaged: not all of its records have epoch, step,"),
+    ("history.json", '[{"step": 3}]', "history.json is damaged: not all of its records have epoch, step,"),
+    ("sums.json", '{"30": [1, 2]}', r"sums.json is damaged: it has \[1, 2\] for step 30. Delete it"),
+    ("sums.json", '{"30": 1}', "sums.json is damaged: it has 1 for step 30"),
+])
+def test_files_that_hold_something_else_are_refused(trained, tmp_path, capsys, name, content, message):
+    copy_of(trained[0], tmp_path)
+    (tmp_path / name).write_text(content)
+    before = listing(tmp_path)
+    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], message)
+    assert listing(tmp_path) == before
+
+
+def test_evaluation_needs_settings_that_say_what_was_trained(trained, tmp_path, capsys):
+    copy_of(trained[0], tmp_path)
+    for content, name in (("{}", "depth"), ('{"depth": "8"}', "depth"), ('{"depth": 8, "data": "CIFAR-10"}', "sync_bn")):
+        (tmp_path / "settings.json").write_text(content)
+        refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], "settings.json does not say the %s of the training" % name)
+
+
+def test_a_damaged_results_file_is_written_anew(trained, tmp_path, capsys):
+    copy_of(trained[0], tmp_path)
+    (tmp_path / "results.json").write_text("{")
+    assert train.main(SMALL + ["--steps", "30", "--train-dir", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["step"] == 30
+
+
+def test_a_train_dir_that_can_not_be_made_or_written_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("good")
+    for path, message in ((tmp_path / "file" / "new", "The folder .*new can't be made: Not a directory"),
+                          (tmp_path / "file", "The folder .*file can't be made: File exists"),
+                          ("/proc", r"/proc/settings.json can't be written: ")):
+        refuse(capsys, train.main, SMALL + ["--train-dir", str(path)], message)
+    assert (tmp_path / "file").read_text() == "good"
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """No file may grow beyond `size` bytes: to a program that is a full disk. Python ignores the signal that goes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size,message", [
+    (100, "settings.json can't be written: File too large"),
+    (100000, "The checkpoint of step 32 can't be written to .*: File too large. The earlier ones are as they were")])
+def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint(trained, tmp_path, capsys, size, message):
+    copy_of(trained[0], tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with largest_file(size):
+        refuse(capsys, train.main, SMALL + ["--steps", "40", "--save-every", "2", "--train-dir", str(tmp_path)], message)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.startswith("events")}
+    changed = {"settings.json", "sums.json"}
+    assert set(after) == set(before) and {name for name in before if after[name] != before[name]} <= changed
+    assert train.main(SMALL + ["--steps", "31", "--train-dir", str(tmp_path)]) == 0
+    assert "Going on from step 30" in capsys.readouterr().out
+
+
+def test_events_that_can_not_be_written_are_one_sentence(tmp_path, capsys):
+    with largest_file(1000):
+        refuse(capsys, train.main, SMALL + ["--steps", "3", "--train-dir", str(tmp_path)], "events.* written: File too large")
+
+
+def test_output_that_can_not_be_written_is_one_sentence(trained):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "examples.cifar10.train"] + SMALL + [
+            "--steps", "30", "--train-dir", str(trained[0])], cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
+                              universal_newlines=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.endswith("error: Standard output can't be written: No space left on device.\n")
+
+
+class Killed(BaseException):
+    """The process is gone, as far as the training can tell."""
+
+
+def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_path, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(data, "generate", lambda made=data.generate(64, 20): made)  # four steps an epoch
+    monkeypatch.setattr(Progress, "step", lambda self, step, *loss_and_accuracy: seen.update({step: loss_and_accuracy}))
+
+    def run(steps, killed_at=None):
+        def save_and_die(saver, session, train_dir, step, sums):
+            checkpoint.save(saver, session, train_dir, step, sums)
+            if step == killed_at:
+                raise Killed
+        monkeypatch.setattr(train, "save", save_and_die)
+        return train.main(SMALL + ["--steps", str(steps), "--save-every", "1", "--train-dir", str(tmp_path)])
+
+    for killed_at in (2, 3):
+        with pytest.raises(Killed):
+            run(8, killed_at)
+    assert run(6) == 0 and run(8) == 0
+    expected = {last: np.mean([seen[step] for step in steps], 0) for last, steps in (
+        (4, [1, 2, 3, 4]), (6, [5, 6]), (8, [5, 6, 7, 8]))}
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert [record["step"] for record in history] == sorted(expected)
+    for record in history:
+        np.testing.assert_allclose([record["train_loss"], record["train_accuracy"]], expected[record["step"]], rtol=1e-6)
+    assert set(json.loads((tmp_path / "sums.json").read_text())) == {"5", "6", "7", "8"}
+
+
+def test_sums_of_another_batch_size_are_not_taken(tmp_path):
+    (tmp_path / "sums.json").write_text('{"6": [3.0, 1.5, 2]}')
+    assert checkpoint.read_sums(str(tmp_path), 6, 2).tolist() == [3.0, 1.5, 2]
+    assert checkpoint.read_sums(str(tmp_path), 6, 6).tolist() == checkpoint.read_sums(str(tmp_path), 7, 3).tolist() == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")
