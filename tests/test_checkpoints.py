@@ -1,6 +1,7 @@
 """`tf_syncbn.checkpoints`: names against literal ones, values against what was written, outputs against NumPy."""
 import itertools
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -255,6 +256,17 @@ def test_a_checkpoint_of_another_model_is_refused_although_missing_names_are_ign
         assignment_map(path, ignore_missing=True)
 
 
+def test_of_many_missing_names_the_first_are_given(tmp_path):
+    path = write(tmp_path / "model", floats(*["there%d" % i for i in range(9)]))
+    for i in range(38):
+        tf.get_variable("here%02d" % i, [3])
+    with pytest.raises(ValueError) as raised:
+        assignment_map(path)
+    assert str(raised.value).split("\n")[:-1] == (
+        ["The checkpoint %r lacks 38 of 38 variables:" % path] + ["  here%02d" % i for i in range(5)] + ["  and 33 more"]
+        + ["In it, no variable takes:"] + ["  there%d" % i for i in range(5)] + ["  and 4 more"])
+
+
 def test_other_shapes_and_dtypes_are_named(tmp_path):
     path = write(tmp_path / "model", floats("fc/W", "fc/b", "bn/gamma"))
     tf.get_variable("fc/kernel", [3, 4])
@@ -262,7 +274,8 @@ def test_other_shapes_and_dtypes_are_named(tmp_path):
     tf.get_variable("bn/gamma", [3])
     with pytest.raises(ValueError) as raised:
         assignment_map(path)
-    assert str(raised.value).split("\n")[1:] == [
+    assert str(raised.value).split("\n") == [
+        "2 of 3 variables differ from the checkpoint %r:" % path,
         "  fc/kernel is [3, 4] float32, and fc/W in the checkpoint is [3] float32",
         "  fc/bias is [3] float16, and fc/b in the checkpoint is [3] float32",
         "Give the others as `variables`."]
@@ -350,8 +363,12 @@ def test_paths_that_can_not_be_read_or_written_are_refused(tmp_path):
     path = write(tmp_path / "model", floats("fc/W"))
     (tmp_path / "text").write_text("no checkpoint, but long enough to be taken for one" * 10)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "short.index").write_bytes((tmp_path / "model.index").read_bytes()[:20])
+    (tmp_path / "folder.index").mkdir()
     for in_path, message in ((tmp_path / "nothing", "There is no checkpoint"), (tmp_path / "empty", "holds no checkpoint"),
-                             (tmp_path / "text", "can't be read as a checkpoint: ")):
+                             (tmp_path / "text", "can't be read as a checkpoint: "),
+                             (tmp_path / "short", "can't be read as a checkpoint: "),
+                             (tmp_path / "folder", "can't be read as a checkpoint: ")):
         with pytest.raises(ValueError, match=message):
             convert(in_path, tmp_path / "new", "slim")
         with pytest.raises(ValueError, match=message):
@@ -359,6 +376,44 @@ def test_paths_that_can_not_be_read_or_written_are_refused(tmp_path):
     with pytest.raises(ValueError, match="There is no directory '.*absent' to write to"):
         convert(path, tmp_path / "absent" / "new", "slim")
     assert not list(tmp_path.glob("new*"))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'model_checkpoint_path: ""'])
+def test_a_directory_whose_state_file_is_damaged_is_refused(tmp_path, content):
+    path = write(tmp_path / "model", floats("fc/W"))
+    (tmp_path / "checkpoint").write_bytes(content)
+    with pytest.raises(ValueError, match="The file 'checkpoint' in the directory .* is damaged: give a checkpoint's prefix"):
+        convert(tmp_path, tmp_path / "new", "slim")
+    assert convert(path, tmp_path / "new", "slim") == {"fc/W": "fc/weights"}
+
+
+@pytest.mark.parametrize("out", ["", "folder/", "folder/.", "folder/..", ".", "new.index", "new.meta",
+                                 "folder/new.data-00000-of-00001"])
+def test_what_is_no_name_for_a_checkpoint_is_refused(tmp_path, monkeypatch, capsys, out):
+    path = write(tmp_path / "model", floats("fc/W"))
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["convert", path, out, "--to", "slim"]) == 1
+    assert capsys.readouterr() == (
+        "", "error: %r is no name for a checkpoint: give its prefix, such as DIRECTORY/model.ckpt.\n" % out)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_that_can_not_be_written_is_one_sentence_and_leaves_nothing(tmp_path, capsys):
+    path = write(tmp_path / "model", {"fc/W": np.zeros(1000, np.float32)})
+    assert main(["convert", path, "/proc/new", "--to", "slim"]) == 1
+    assert capsys.readouterr().err.endswith("; No such file or directory\n")
+    for size in (10, 1000):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # to a program that is a full disk
+        try:
+            assert main(["convert", path, str(tmp_path / "new"), "--to", "slim"]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        error = capsys.readouterr().err
+        assert error.startswith("error: TensorFlow could not convert it: ") and error.endswith("; File too large\n")
+        assert error.count("\n") == 1 and not list(tmp_path.glob("new*"))
 
 
 def test_an_object_based_checkpoint_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from tf_syncbn.variable_names import DIALECTS, invert, lines, move, recognize, r
 
 __all__ = ["assignment_map", "convert", "rename"]
 
+_NAMED = 5  # of variables that an error counts
 _FILE_ENDING = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
 
 
@@ -47,9 +48,9 @@ def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False
       A dict {name in the checkpoint: variable}.
 
     Raises:
-      ValueError: if there are no variables; listing those that the checkpoint lacks, all of them with `ignore_missing`; for a
-        name of another shape or dtype than its variable; for a variable that may take several names, and a name that several
-        may take; for a pattern that matches no scope; for a checkpoint that can't be read.
+      ValueError: if there are no variables; naming the first that the checkpoint lacks, with `ignore_missing` if it lacks all;
+        for a name of another shape or dtype than its variable; for a variable that may take several names, and a name that
+        several may take; for a pattern that matches no scope; for a checkpoint that can't be read.
     """
     checkpoint = _read(checkpoint)
     variables = tf.global_variables() if variables is None else list(variables)
@@ -62,7 +63,8 @@ def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False
         raise ValueError(
             "The checkpoint %r lacks %d of %d variables:%s\nIn it, no variable takes:%s\nGive `scopes` where layers have other "
             "scopes in it, and `variables` or `ignore_missing=True` where it need not have all of them."
-            % (checkpoint.prefix, len(missing), len(variables), lines(missing), lines(left) or " nothing is left."))
+            % (checkpoint.prefix, len(missing), len(variables), _first_lines(missing),
+               _first_lines(left) or " nothing is left."))
     _check_values(checkpoint, variables, found)
     tf.logging.info("Of the checkpoint %r no variable takes:%s", checkpoint.prefix, lines(left) or " nothing is left.")
     if missing:
@@ -86,8 +88,8 @@ def convert(in_path, out_path, to, scopes=None):
       A dict {name: new name}.
 
     Raises:
-      ValueError: where `out_path` is `in_path`, exists, or is in no directory; for a checkpoint that can't be read; and as
-        `rename`.
+      ValueError: where `out_path` is `in_path`, exists, is no name for a checkpoint, or is in no directory; for a checkpoint that
+        can't be read; and as `rename`.
       tf.errors.OpError: where TensorFlow fails to read or write the values (a truncated file, a full disk).
     """
     checkpoint, out_path = _read(in_path), os.fspath(out_path)
@@ -126,6 +128,11 @@ def _match(checkpoint, variables, scopes):
     return found
 
 
+def _first_lines(names):
+    more = len(names) - _NAMED
+    return lines(names[:_NAMED] + (["and %d more" % more] if more > 0 else []))
+
+
 def _check_values(checkpoint, variables, found):
     wrong = []
     for variable, name in ((v, found[v.op.name]) for v in variables if v.op.name in found):
@@ -134,8 +141,8 @@ def _check_values(checkpoint, variables, found):
             wrong.append("%s is %s %s, and %s in the checkpoint is %s %s" % (
                 variable.op.name, variable.shape.as_list(), variable.dtype.base_dtype.name, name, shape, dtype.name))
     if wrong:
-        raise ValueError("Variables differ from the checkpoint %r:%s\nGive the others as `variables`."
-                         % (checkpoint.prefix, lines(wrong)))
+        raise ValueError("%d of %d variables differ from the checkpoint %r:%s\nGive the others as `variables`."
+                         % (len(wrong), len(variables), checkpoint.prefix, _first_lines(wrong)))
 
 
 def _read(path):
@@ -144,9 +151,12 @@ def _read(path):
     if tf.io.gfile.exists(_FILE_ENDING.sub("", prefix) + ".index"):
         prefix = _FILE_ENDING.sub("", prefix)
     elif tf.io.gfile.isdir(prefix):
-        prefix = tf.train.latest_checkpoint(prefix)
+        try:
+            prefix = tf.train.latest_checkpoint(prefix)
+        except ValueError:  # it is empty, or no text
+            raise ValueError("The file 'checkpoint' in the directory %r is damaged: give a checkpoint's prefix." % path)
         if prefix is None:
-            raise ValueError("The directory %r holds no checkpoint." % path)
+            raise ValueError("The directory %r holds no checkpoint that its file 'checkpoint' names." % path)
     elif not tf.io.gfile.exists(prefix):
         raise ValueError("There is no checkpoint %r." % path)
     try:
@@ -163,6 +173,8 @@ def _read(path):
 def _refuse_to_overwrite(in_prefix, out_path):
     if os.path.realpath(out_path) == os.path.realpath(in_prefix):
         raise ValueError("The new checkpoint %r would be the old one, which is never written over." % out_path)
+    if os.path.basename(out_path) in ("", ".", "..") or _FILE_ENDING.search(out_path):
+        raise ValueError("%r is no name for a checkpoint: give its prefix, such as DIRECTORY/model.ckpt." % out_path)
     for path in (out_path, out_path + ".index", out_path + ".data-00000-of-00001"):
         if os.path.lexists(path) or tf.io.gfile.exists(path):
             raise ValueError("%r exists, and nothing is written over." % path)
