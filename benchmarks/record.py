@@ -15,7 +15,7 @@ __all__ = ["num_cores", "session_runs_onednn", "target", "write"]
 
 
 def write(out, benchmark, settings, rows, targets):
-    """Writes `out/<benchmark>-<lane>.json` and returns its path.
+    """Writes `out/<benchmark>-<lane>.json`, prints its table, and returns its path.
 
     Args:
       out: str, a folder; it is made if need be.
@@ -31,6 +31,8 @@ def write(out, benchmark, settings, rows, targets):
     with open(path, "w") as f:
         json.dump(content, f, indent=1)
         f.write("\n")
+    from benchmarks import report  # not above: the processes that benchmarks.memory weighs have no matplotlib
+    report.show(path)
     return path
 
 

@@ -12,7 +12,7 @@ import sys
 from benchmarks import pictures
 from benchmarks.interleave import geometric_mean
 
-__all__ = ["load", "main", "tables"]
+__all__ = ["load", "main", "show", "tables"]
 
 
 def main(argv=None):
@@ -39,6 +39,14 @@ def load(folder):
             result = json.load(f)
         results.setdefault(result["benchmark"], []).append(result)
     return results
+
+
+def show(path):
+    """Prints the table of one JSON file, and where the file is."""
+    with open(path) as f:
+        result = json.load(f)
+    title, table = _TABLES[result["benchmark"]]
+    print("%s, %s\n\n%s\n\nwrote %s" % (title, result["environment"]["lane"], table(result), path))
 
 
 def tables(results):

@@ -1,11 +1,12 @@
 """The benchmarks' own arithmetic, and that every variant that is timed trains the very same network."""
 import json
+import re
 
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import graph, report, variants
+from benchmarks import conversion, graph, layer, memory, networks, report, variants
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
 from benchmarks.unsynced import fused_batch_norm
@@ -56,6 +57,8 @@ def test_every_variant_trains_the_same_network():
 
 def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, capsys):
     path = graph.main(["--towers", "2", "--rounds", "1", "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert re.search(r"^\| 2 +\| \d+ \+ \d+ ", out, re.M) and out.endswith("\nwrote %s\n" % path)
     with open(str(path)) as file:
         row, = json.load(file)["rows"]
     synced, unsynced = (row["sizes"][name] for name in ("synced", "unsynced"))
@@ -63,3 +66,14 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
     report.main([str(tmp_path)])
     assert "nodes" in capsys.readouterr().out
     assert (tmp_path / "report.md").exists() and list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("module,arguments", [(layer, []), (memory, []), (conversion, ["--batch-size", "1"])])
+def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, capsys, monkeypatch, module, arguments):
+    monkeypatch.setattr(layer, "_CASES", [layer._Case((16, 32, 32, 64))])
+    monkeypatch.setattr(memory, "in_fresh_process", lambda *_, **__: {"peak": 2 << 20, "growth": 1 << 20})
+    monkeypatch.setattr(conversion, "resnet_50", lambda layers: networks.model_fn(layers, 8))
+    path = module.main(["--rounds", "1", "--out", str(tmp_path)] + arguments)
+    out = capsys.readouterr().out
+    assert re.search(r"^\|-+\|", out, re.M) and re.search(r"^\| .* \d\.\d+ \(\d", out, re.M), out
+    assert out.endswith("\nwrote %s\n" % path)
