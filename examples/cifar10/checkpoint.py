@@ -13,7 +13,7 @@ __all__ = ["UsageError", "check_checkpoint", "check_folder", "check_settings", "
 _INDEX = re.compile(r"model\.ckpt-(\d+)\.index$")
 _KEPT = 3
 _FILES = ("checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png")
-_OF_A_RECORD = {"step", "epoch", "train_loss", "train_accuracy", "test_accuracy"}
+_OF_A_RECORD = ("step", "epoch", "train_loss", "train_accuracy", "test_accuracy")
 
 
 class UsageError(ValueError):
@@ -141,8 +141,9 @@ def read_history(train_dir, step):
     """
     path = os.path.join(train_dir, "history.json")
     history = _read_json(path, [])
-    if not all(isinstance(record, dict) and _OF_A_RECORD <= set(record) for record in history):
-        raise UsageError("%s is damaged: not all of its records have %s." % (path, ", ".join(sorted(_OF_A_RECORD))))
+    if not all(isinstance(record, dict) and all(isinstance(record.get(name), (int, float)) for name in _OF_A_RECORD)
+               for record in history):
+        raise UsageError("%s is damaged: not all of its records have numbers for %s." % (path, ", ".join(_OF_A_RECORD)))
     return [record for record in history if record["step"] <= step]
 
 

@@ -60,7 +60,10 @@ def evaluate(settings):
     with tf.Graph().as_default():
         pipeline = data.Pipeline(dataset.test, settings.batch_size, False)
         builder = towers.TowerBuilder(tower_devices(settings.num_towers))
-        model_fn = resnet(trained["depth"], trained["sync_bn"], trained["weight_decay"])
+        try:
+            model_fn = resnet(trained["depth"], trained["sync_bn"], trained["weight_decay"])
+        except ValueError as error:
+            raise UsageError("%s is damaged: %s" % (os.path.join(settings.train_dir, "settings.json"), error)) from error
         correct = builder.build(model_fn, pipeline.batch, training=False).merged["correct"]
         check_checkpoint(checkpoint, tf.global_variables(), trained["depth"])
         recalibrate = _recalibration(settings, dataset, builder, trained)

@@ -293,8 +293,10 @@ def test_a_folder_where_a_file_should_be_is_refused(tmp_path, capsys, name):
 @pytest.mark.parametrize("name,content,message", [
     ("settings.json", "[]", "settings.json is damaged: it holds a list where a dict was expected"),
     ("history.json", "{}", "history.json is damaged: it holds a dict where a list was expected"),
-    ("history.json", "[1]", "history.json is damaged: not all of its records have epoch, step,"),
-    ("history.json", '[{"step": 3}]', "history.json is damaged: not all of its records have epoch, step,"),
+    ("history.json", "[1]", "history.json is damaged: not all of its records have numbers for step, epoch,"),
+    ("history.json", '[{"step": 3}]', "history.json is damaged: not all of its records have numbers for step, epoch,"),
+    ("history.json", '[{"step": "3", "epoch": 1, "train_loss": 1, "train_accuracy": 1, "test_accuracy": 1}]',
+     "history.json is damaged: not all of its records have numbers"),
     ("sums.json", '{"30": [1, 2]}', r"sums.json is damaged: it has \[1, 2\] for step 30. Delete it"),
     ("sums.json", '{"30": 1}', "sums.json is damaged: it has 1 for step 30"),
 ])
@@ -311,6 +313,9 @@ def test_evaluation_needs_settings_that_say_what_was_trained(trained, tmp_path, 
     for content, name in (("{}", "depth"), ('{"depth": "8"}', "depth"), ('{"depth": 8, "data": "CIFAR-10"}', "sync_bn")):
         (tmp_path / "settings.json").write_text(content)
         refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], "settings.json does not say the %s of the training" % name)
+    (tmp_path / "settings.json").write_text(json.dumps({"depth": 9, "data": data.generate(10, 10).name, "sync_bn": True,
+                                                        "weight_decay": 0}))
+    refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], r"settings.json is damaged: .*6n \+ 2.* not 9")
 
 
 def test_a_damaged_results_file_is_written_anew(trained, tmp_path, capsys):
