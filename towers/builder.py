@@ -156,8 +156,9 @@ class TowerBuilder:
         _check_call(model_fn)
         batches = self._divide(batch)
         build = _Build(self, training)
-        towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
-        _check_alike(towers)
+        with build.collections.restored_if_it_fails():
+            towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
+            _check_alike(towers)
         weights = _shares([tower.weight for tower in towers], self.aggregation_device)
         return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
 
@@ -179,7 +180,8 @@ class _Build:
     def __init__(self, builder, training):
         self._builder, self._training = builder, training
         self._meetings = Meetings(builder.devices, builder.aggregation_device)
-        self._collections, self._sharing, self._shared_updates = TowerCollections(), VariableSharing(), []
+        self.collections, self._shared_updates = TowerCollections(), []
+        self._sharing = VariableSharing(self.collections.reveal)
 
     def add_tower(self, model_fn, index, batch):
         """Builds one tower and returns it, with the number of its examples where its weight belongs."""
@@ -190,11 +192,11 @@ class _Build:
             args = _arguments(batch, context)
             first_op = len(graph.get_operations())
             place = tower_device_function(devices[index], self._builder.variables_device)
-            with self._collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
+            with self.collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
                 with enter_tower(context), tf.device(place):
                     outputs = model_fn(*args)
         self._meetings.check_complete(index)
-        return Tower(context, outputs, _loss_of(outputs, index), _count(outputs, args), added[tf.GraphKeys.UPDATE_OPS],
+        return Tower(context, outputs, _loss_of(outputs, index), _count(outputs, args), added.get(tf.GraphKeys.UPDATE_OPS, []),
                      graph.get_operations()[first_op:])
 
 

@@ -1,22 +1,26 @@
 """What each tower sees of the graph's collections, and what they hold in the end.
 
-While a tower is built, the losses and update ops of earlier towers are out of its sight, so that `get_total_loss()` in a
-model function sums its own tower's. What a variable's regularizer added stays in sight: TensorFlow adds it where the
-variable is made, in tower 0 alone. Afterwards the collections hold every tower's items, and tower 0's summaries, whose
-tags have no tower in them: they are those of the model built without towers.
+While a tower is built the collections hold what was there before the build and what this tower has put in or asked for, as
+though it were alone: `get_total_loss()` in a model function sums its own tower's losses, and `tf.trainable_variables()`
+ends at the variable made last, in every tower. Afterwards they hold every tower's items, each variable once, and of
+summaries, whose tags have no tower in them, tower 0's. If the model function raises they hold what they held before, and
+the variables made so far.
 """
 import contextlib
 
 import tensorflow.compat.v1 as tf
 
 from towers.exchange import rewire
+from towers.graph_walk import is_variable
 
 __all__ = ["TowerCollections"]
 
 _KEYS = tf.GraphKeys
-
-
-_OWNED = "_towers_collection_items"  # attribute of a graph: what towers, of any build, added to its collections
+# What TensorFlow keeps of a graph once: a tower that did not find it would make another, or refuse to.
+_OF_THE_GRAPH = frozenset([
+    _KEYS.GLOBAL_STEP, "global_step_read_op_cache", _KEYS.EVAL_STEP, _KEYS.SAVERS, _KEYS.INIT_OP, _KEYS.LOCAL_INIT_OP,
+    _KEYS.READY_OP, _KEYS.READY_FOR_LOCAL_INIT_OP, _KEYS.SUMMARY_OP, _KEYS.COND_CONTEXT, _KEYS.WHILE_CONTEXT])
+_OWNED = "_towers_collection_items"  # attribute of a graph: ids of what towers, of any build, added to its collections
 
 
 class TowerCollections:
@@ -24,39 +28,79 @@ class TowerCollections:
 
     def __init__(self):
         self._graph = tf.get_default_graph()
-        self._before = {key: self._graph.get_collection(key)
-                        for key in (_KEYS.LOSSES, _KEYS.UPDATE_OPS, _KEYS.REGULARIZATION_LOSSES, _KEYS.SUMMARIES)}
-        self._added = {key: [] for key in self._before}  # what finished towers added
+        self._before = self._now()
+        self._added = {}  # key -> what finished towers added
+        self._of_first = {}  # key -> what tower 0 added
+        self._present = None  # key -> ids of what the present tower sees and has not added
         if not hasattr(self._graph, _OWNED):
-            setattr(self._graph, _OWNED, [])
+            setattr(self._graph, _OWNED, {})  # id -> item, so that no id is given out again
+
+    @contextlib.contextmanager
+    def restored_if_it_fails(self):
+        """Makes the collections what they were if the `with` block raises, but for variables: those exist from now on."""
+        try:
+            yield
+        except BaseException:
+            now = self._now()
+            for key in set(self._before) | set(self._added) | set(now):
+                before = self._before.get(key, [])
+                made = {id(item): item for item in before + self._added.get(key, []) + now.get(key, []) if is_variable(item)}
+                for item in before:
+                    made.pop(id(item), None)
+                self._graph.get_collection_ref(key)[:] = before + list(made.values())
+            raise
 
     @contextlib.contextmanager
     def tower(self, index, name_scope):
         """Shows one tower its own items and yields a dict that afterwards maps each collection to what it added."""
-        sight = {key: [item for item in items + self._added[key] if self._is_in_sight(key, item)]
-                 for key, items in self._before.items()}
-        for key, items in sight.items():
-            self._graph.get_collection_ref(key)[:] = items
+        owned = getattr(self._graph, _OWNED)
+        self._present = {}
+        for key in set(self._before) | set(self._added):
+            in_sight = [item for item in self._before.get(key, []) if id(item) not in owned or is_variable(item)]
+            self._present[key] = set(map(id, in_sight))
+            self._graph.get_collection_ref(key)[:] = in_sight
         added = {}
-        try:
-            yield added
-            for key, items in sight.items():
-                added[key] = self._graph.get_collection(key)[len(items):]
-                getattr(self._graph, _OWNED).extend(added[key])
-                if key != _KEYS.SUMMARIES or index == 0:
-                    self._added[key].extend(added[key])
-            if index == 0:
-                _strip_tags(added[_KEYS.SUMMARIES], name_scope, self._before[_KEYS.SUMMARIES])
-        finally:
-            for key, items in self._before.items():
-                self._graph.get_collection_ref(key)[:] = items + self._added[key]
+        yield added
+        for key, items in self._now().items():
+            added[key] = [item for item in items if id(item) not in self._present.get(key, ())]
+            owned.update((id(item), item) for item in added[key])
+        self._keep(index, added)
+        if index == 0:
+            self._of_first = added
+            _strip_tags(added.get(_KEYS.SUMMARIES, []), name_scope, self._before.get(_KEYS.SUMMARIES, []))
+        for key in set(self._before) | set(self._added):
+            self._graph.get_collection_ref(key)[:] = self._before.get(key, []) + self._added.get(key, [])
 
-    def _is_in_sight(self, key, item):
-        if not any(item is owned for owned in getattr(self._graph, _OWNED)):
-            return True  # made outside of towers
-        # TensorFlow's own scope for what a variable's regularizer makes, in tf.get_variable and tf.layers alike. A term
-        # that the model function adds by hand is added anew by each tower, and so hidden from the others.
-        return key == _KEYS.REGULARIZATION_LOSSES and "/Regularizer/" in getattr(item, "name", "")
+    def reveal(self, variable):
+        """Shows the present tower a variable that it asks for, where tower 0 had put it, and what regularizes it."""
+        for part in [variable] if is_variable(variable) else variable:  # those of a partitioned variable
+            for key, items in self._of_first.items():
+                for item in items:
+                    if (item is part or _regularizes(key, item, part)) and id(item) not in self._present.setdefault(key, set()):
+                        self._present[key].add(id(item))
+                        self._graph.get_collection_ref(key).append(item)
+
+    def _now(self):
+        """Returns what the collections that tell towers apart hold now."""
+        return {key: self._graph.get_collection(key) for key in self._graph.collections
+                if isinstance(key, str) and key not in _OF_THE_GRAPH}
+
+    def _keep(self, index, added):
+        for key, items in added.items():
+            kept = self._added.setdefault(key, [])
+            there = set(map(id, self._before.get(key, []) + kept)) if index else ()
+            kept.extend(item for item in items if id(item) not in there and not (index and _stands_for_all(key, item)))
+
+
+def _regularizes(key, item, variable):
+    """Tells whether `item` is what `tf.get_variable` made of a variable's regularizer, as it makes the variable."""
+    return key == _KEYS.REGULARIZATION_LOSSES and getattr(item, "name", "").startswith(variable.op.name + "/Regularizer/")
+
+
+def _stands_for_all(key, item):
+    """Tells whether tower 0's items of this kind are those of all towers."""
+    # TensorFlow's own scope for what a variable's regularizer makes: tf.layers makes it anew in each tower.
+    return key == _KEYS.SUMMARIES or key == _KEYS.REGULARIZATION_LOSSES and "/Regularizer/" in getattr(item, "name", "")
 
 
 def _strip_tags(summaries, name_scope, others):

@@ -1,6 +1,6 @@
 """What an op depends on, and which variable it writes: questions asked of a finished graph."""
 
-__all__ = ["ancestors", "calls_of", "written_variable", "written_variables"]
+__all__ = ["ancestors", "calls_of", "is_variable", "written_variable", "written_variables"]
 
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
                                "VarIsInitializedOp", "DestroyResourceOp"])
@@ -8,6 +8,11 @@ _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGathe
 _PASSED_ON = frozenset(["Identity", "RefIdentity", "Switch", "RefSwitch", "Enter", "RefEnter"])
 _CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
 _REF_READERS = frozenset(["RefMerge", "RefSelect", "RefExit", "RefNextIteration", "IsVariableInitialized"])
+
+
+def is_variable(item):
+    """Tells whether `item` is a variable, of whatever kind: tf.compat.v1.Variable knows no resource variables on TensorFlow 2."""
+    return hasattr(item, "initializer") and hasattr(item, "assign") and hasattr(item, "op")
 
 
 def ancestors(items):

@@ -15,9 +15,14 @@ __all__ = ["VariableSharing"]
 
 
 class VariableSharing:
-    """The variables of one build: made in tower 0, handed out again in every later tower."""
+    """The variables of one build: made in tower 0, handed out again in every later tower.
 
-    def __init__(self):
+    Args:
+      reveal: a function of a variable, called where a later tower asks for one.
+    """
+
+    def __init__(self, reveal):
+        self._reveal = reveal
         self._by_get_variable = {}  # full name -> variable
         self._created = []  # _Creation of tower 0, in order
         self._claimed = set()  # indices into _created that the present tower has taken
@@ -63,11 +68,14 @@ class VariableSharing:
             if kwargs.get("initializer") is not None and not callable(kwargs["initializer"]):
                 # Under reuse TensorFlow asks for float32 whatever the dtype of an initializer that is a value.
                 kwargs["dtype"] = known.dtype.base_dtype
-            return getter(name, *args, **kwargs)
         try:
-            return getter(name, *args, **kwargs)
+            variable = getter(name, *args, **kwargs)
         except ValueError as error:
+            if known is not None:
+                raise
             raise _only_later(name, tower) from error
+        self._reveal(variable)
+        return variable
 
     def _create(self, tower, name_scope, next_creator, kwargs):
         if self._in_get_variable:
@@ -94,6 +102,7 @@ class VariableSharing:
             raise _only_later(creation.full_name, tower, self._nearest(creation))
         chosen = (same_name + numbered)[0]
         self._claimed.add(chosen)
+        self._reveal(self._created[chosen].variable)
         return self._created[chosen].variable
 
     def _check_turns(self, tower):

@@ -1,0 +1,168 @@
+"""What a tower sees of the graph's collections while it is built, and what they hold afterwards."""
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import build, has_tf_layers, run
+from towers.testing import assert_equals_one_batch
+
+X = np.random.RandomState(0).randn(7, 3)
+KEYS = [tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.TRAINABLE_VARIABLES, tf.GraphKeys.MODEL_VARIABLES,
+        tf.GraphKeys.MOVING_AVERAGE_VARIABLES, tf.GraphKeys.LOCAL_VARIABLES]
+
+
+@pytest.fixture(params=["ref", "resource"])
+def resource(request):
+    """Runs a test with variables of both kinds."""
+    return request.param == "resource"
+
+
+def names(key):
+    return [variable.op.name for variable in tf.get_collection(key)]
+
+
+def test_every_tower_sees_the_variables_it_has_asked_for_so_far(resource):
+    tf.get_variable("before", [], use_resource=resource)
+    seen = []
+
+    def model(x):
+        for name, collections in [("a", None), ("b", KEYS[:1] + KEYS[2:4]), ("c", KEYS[4:])]:
+            tf.get_variable(name, [3], tf.float64, collections=collections, use_resource=resource)
+            seen.append([names(key) for key in KEYS])
+        tf.Variable(np.ones(3), name="d", use_resource=resource)
+        seen.append([names(key) for key in KEYS])
+        return tf.reduce_mean(x)
+
+    build(model, (X,), 3)
+    assert seen[:4] == seen[4:8] == seen[8:]
+    assert seen[3][0] == ["before", "a", "b", "d"] and seen[0][0] == ["before", "a"]
+    assert [names(key) for key in KEYS] == seen[3]
+
+
+def decayed(resource, decay):
+    def model(x, labels):
+        with tf.variable_scope("net", dtype=tf.float64, use_resource=resource):
+            w = tf.get_variable("w", [3, 4], initializer=tf.glorot_uniform_initializer(seed=0))
+            penalty = decay()
+            head = tf.get_variable("head", [4, 1], initializer=tf.glorot_uniform_initializer(seed=1))
+        return tf.reduce_mean(tf.square(tf.matmul(tf.tanh(tf.matmul(x, w)), head)[:, 0] - labels)) + penalty
+    return model
+
+
+@pytest.mark.parametrize("num_towers,sizes", [(2, [4, 3]), (3, [1, 4, 2])])
+@pytest.mark.parametrize("decay", [
+    lambda: 0.1 * tf.add_n([tf.nn.l2_loss(v) for v in tf.trainable_variables()]),
+    lambda: 0.1 * tf.add_n([tf.nn.l2_loss(v) for v in tf.global_variables("net")]),
+    lambda: 0.1 * len(tf.trainable_variables()) * tf.nn.l2_loss(tf.trainable_variables()[-1])])
+def test_weight_decay_of_the_variables_so_far_trains_as_one_batch(decay, num_towers, sizes, resource):
+    assert_equals_one_batch(decayed(resource, decay), (X, X[:, 0]), num_towers, sizes)
+
+
+def test_regularization_losses_of_the_variables_so_far_train_as_one_batch(resource):
+    def model(x):
+        with tf.variable_scope("net", dtype=tf.float64, use_resource=resource, regularizer=tf.nn.l2_loss):
+            w = tf.get_variable("w", [3, 4], initializer=tf.glorot_uniform_initializer(seed=0))
+            penalty = tf.losses.get_regularization_loss()
+            head = tf.get_variable("head", [4, 1], initializer=tf.glorot_uniform_initializer(seed=1))
+        return tf.reduce_mean(tf.square(tf.matmul(tf.tanh(tf.matmul(x, w)), head))) + penalty
+
+    assert_equals_one_batch(model, (X,), 3)
+    assert_equals_one_batch(model, (X,), 2, [1, 6])
+
+
+def test_regularization_losses_of_tf_layers_train_as_one_batch_and_are_kept_once():
+    if not has_tf_layers():
+        pytest.skip("this TensorFlow has no tf.layers")
+
+    def model(x):
+        regularized = {"kernel_regularizer": tf.nn.l2_loss, "kernel_initializer": tf.glorot_uniform_initializer(seed=0)}
+        x = tf.tanh(tf.layers.dense(x, 4, **regularized))
+        penalty = tf.losses.get_regularization_loss()
+        return tf.reduce_mean(tf.square(tf.layers.dense(x, 1, **regularized))) + tf.cast(penalty, tf.float64)
+
+    assert_equals_one_batch(model, (X,), 3)
+    build(model, (X,), 3)
+    assert len(tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES)) == 2
+
+
+def test_a_collection_of_the_models_own_holds_a_towers_own_items_and_all_of_them_afterwards():
+    def model(x):
+        for _ in range(2):
+            tf.add_to_collection("my_losses", tf.reduce_mean(x ** 2))
+        return tf.add_n(tf.get_collection("my_losses"))
+
+    replicas = build(model, (X,), 3)
+    assert run(replicas.loss) == pytest.approx(2 * (X ** 2).mean())
+    assert len(tf.get_collection("my_losses")) == 6
+    again = build(model, (X,), 2)  # nor does a later build see them
+    assert run(again.loss) == pytest.approx(2 * (X ** 2).mean())
+
+
+def test_a_saver_made_by_the_model_saves_the_variables_so_far_in_every_tower():
+    saved = []
+
+    def model(x):
+        w = tf.get_variable("w", [3], tf.float64)
+        saved.append(sorted(v.op.name for v in tf.train.Saver()._var_list or tf.global_variables()))
+        head = tf.get_variable("head", [3], tf.float64)
+        return tf.reduce_mean(x * w * head)
+
+    build(model, (X,), 2)
+    assert saved == [["w"], ["w"]]
+
+
+def test_the_parts_of_a_partitioned_variable_are_seen_as_in_one_tower():
+    seen = []
+
+    def model(x):
+        with tf.variable_scope("net", partitioner=tf.fixed_size_partitioner(2)):
+            w = tf.get_variable("w", [4, 3], tf.float64)
+        seen.append(names(tf.GraphKeys.TRAINABLE_VARIABLES))
+        return tf.reduce_mean(tf.matmul(x, tf.convert_to_tensor(w), transpose_b=True))
+
+    build(model, (X,), 2)
+    assert seen[0] == seen[1] == ["net/w/part_0", "net/w/part_1"]
+
+
+def test_global_step_of_tower_0_is_seen_by_all_and_kept_once():
+    steps = []
+
+    def model(x):
+        steps.append(tf.train.get_or_create_global_step())
+        return tf.reduce_mean(x) + tf.cast(steps[-1], tf.float64)
+
+    build(model, (X,), 3)
+    assert steps[0] is steps[1] is steps[2] and len(tf.get_collection(tf.GraphKeys.GLOBAL_STEP)) == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_model_function_that_raises_leaves_the_collections_as_they_were(failing):
+    tf.add_to_collection(tf.GraphKeys.LOSSES, tf.constant(1.0))
+    tf.add_to_collection("mine", "before")
+
+    def model(x):
+        w = tf.get_variable("w", [3], tf.float64)
+        tf.losses.add_loss(tf.reduce_mean(x))
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.no_op())
+        tf.add_to_collection("mine", "during")
+        tf.summary.scalar("mean", tf.reduce_mean(x))
+        if towers.current_tower().index == failing:
+            raise KeyError("the model's own")
+        return tf.reduce_mean(x * w)
+
+    with pytest.raises(KeyError, match="the model's own"):
+        build(model, (X,), 3)
+    assert len(tf.get_collection(tf.GraphKeys.LOSSES)) == 1 and tf.get_collection("mine") == ["before"]
+    assert not tf.get_collection(tf.GraphKeys.UPDATE_OPS) and not tf.get_collection(tf.GraphKeys.SUMMARIES)
+    assert names(tf.GraphKeys.TRAINABLE_VARIABLES) == ["w"]  # made, and so to be initialized
+
+
+def test_what_fails_after_the_model_function_leaves_the_collections_as_they_were():
+    def model(x):
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.no_op())
+        return {"loss": tf.reduce_mean(x)} if towers.current_tower().is_first else tf.reduce_mean(x)
+
+    with pytest.raises(towers.TowerMismatchError):
+        build(model, (X,), 2)
+    assert not tf.get_collection(tf.GraphKeys.UPDATE_OPS)
