@@ -201,7 +201,7 @@ def test_gradient_that_passes_an_exchange_in_one_tower_only_is_refused_at_build(
         total = towers.all_reduce(tf.reduce_sum(x * w, 0), name="total")
         return tf.reduce_mean(x * w * (total if index() == 0 else 1.0))
 
-    replicas = build(model, (X,), 2)
+    replicas = build(model, (X,), 2, alike=False)
     with pytest.raises(towers.TowerMismatchError, match="through all_reduce sum 'total'.* in tower 0 and not in tower 1"):
         towers.minimize(replicas, tf.train.GradientDescentOptimizer(1.0))
 

@@ -31,7 +31,7 @@ def test_gradient_that_is_none_in_some_towers_counts_as_zero_there():
         loss = tf.reduce_mean(x * variable("w"))
         return loss + tf.reduce_sum(extra) if towers.current_tower().is_first else loss
 
-    replicas = build(model, (X,), 3)
+    replicas = build(model, (X,), 3, alike=False)
     grads = dict((v.op.name, g) for g, v in towers.average_gradients(towers.compute_gradients(replicas, SGD(1.0))))
     np.testing.assert_allclose(run(grads["extra"]), np.full(3, 1 / 3), rtol=1e-6)
 

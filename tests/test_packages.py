@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "context", "exchange", "cross_tower", "placement", "batch", "sharing", "graph_walk",
-                    "graph_collections", "builder", "update_ops", "overlap", "gradients", "training", "assignment", "testing"],
+                    "graph_collections", "likeness", "builder", "update_ops", "overlap", "gradients", "training", "assignment",
+                    "testing"],
          "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
                        "whole_batch", "batch_norm", "slim", "dependence", "detection", "replacement", "conversion",
                        "recalibration", "variable_names", "checkpoints"]}

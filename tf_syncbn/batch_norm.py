@@ -127,7 +127,10 @@ def sync_batch_norm(
         when = None if training is True else training
         correct = functools.partial(with_corrections, training=when, mean=moving[3], stddev=moving[4], limits=limits,
                                     epsilon=epsilon) if renorm else None
-        y, whole = normalize_over_towers(inputs, gamma, beta, how, tower, mask, when, (mean, variance), correct)
+        arguments = dict(momentum=momentum, updates_collections=updates_collections, unbiased=unbiased, renorm=renorm,
+                         **({"renorm_momentum": renorm_momentum} if renorm else {}),
+                         **{"renorm_clipping " + key: limits[key] for key in sorted(limits)})
+        y, whole = normalize_over_towers(inputs, gamma, beta, how, tower, mask, when, (mean, variance), correct, arguments)
         if updates_collections != () and (tower is None or tower.is_first):
             unbiased = _stores_unbiased(inputs, axis) if unbiased is None else bool(unbiased)
             updates = _updates(moving, whole, momentum, renorm_momentum, when, epsilon, unbiased, updates_collections, tower)

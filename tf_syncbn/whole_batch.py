@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from towers.context import span
 from towers.cross_tower import cross_tower_sum_at
 from towers.exchange import gradient_place, meet_at, next_place, remember_place, runs_onednn
 from tf_syncbn.graph_function import call, call_with_gradient
@@ -36,7 +37,7 @@ class Normalization(NamedTuple):
     ops: Ops = Ops()
 
 
-def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, frozen=None, correct=None):
+def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, frozen=None, correct=None, arguments=()):
     """Computes `gamma (x - mean) / sqrt(var + epsilon) + beta` by the moments of all towers, or of the tower's group.
 
     The tower meets the others once here, and once in each gradient.
@@ -52,25 +53,39 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
       frozen: (mean, variance), two tensors [C].
       correct: a function of an aggregate of moments that makes it return corrections too, see
         `tf_syncbn.renormalization.with_corrections`; or None.
+      arguments: dict of what else makes the layer what it is, alike in every tower.
 
     Returns:
       y: tensor of the shape and dtype of `x`.
       whole: tensor [2C + 1], the moments of all towers, see `tf_syncbn.moments.merge`.
     """
+    arguments = dict(arguments, axis=how.axis, epsilon=how.epsilon, group_size=how.group_size, mask=mask is not None,
+                     scale=gamma is not None, center=beta is not None, training=True if training is None else training)
+    with _span(tower, x, gamma, beta, mask, training, frozen):
+        return _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, correct, arguments)
+
+
+def _span(tower, *inputs):
+    """Holds a layer together: kernels follow the size of its input, so towers of other sizes may compute it otherwise."""
+    return span(None if tower is None else ("sync_batch_norm", tower.meetings.turn(tower.index)), *inputs)
+
+
+def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, correct, arguments):
     sums_by, ops = _fastest(x, how.axis, mask, tower)
     how = how._replace(sums_by=sums_by, ops=ops)
     packed = _local_moments(x, mask, how.axis, how.sums_by)
     channels = tf.dimension_value(x.shape[how.axis])
     merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
     if correct is not None:
-        place, used, whole, corrections = _meet(packed, correct(merged), results + [(packed.dtype, [2 * channels])], tower)
+        results.append((packed.dtype, [2 * channels]))
+        place, used, whole, corrections = _meet(packed, correct(merged), results, tower, arguments)
         r, d = tf.split(tf.stop_gradient(corrections), 2)
         gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
         beta = d if beta is None else beta + d
     elif how.group_size is not None:
-        place, used, whole = _meet(packed, merged, results, tower)
+        place, used, whole = _meet(packed, merged, results, tower, arguments)
     else:
-        place, used = _meet(packed, _whole, results[:1], tower)
+        place, used = _meet(packed, _whole, results[:1], tower, arguments)
         whole = used
     if training is not None:
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
@@ -102,9 +117,14 @@ def moments_over_towers(x, axis, tower):
     Returns:
       Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.moments.merge`. Gradients pass its means and variances.
     """
+    with _span(tower, x):
+        return _moments_over_towers(x, axis, tower)
+
+
+def _moments_over_towers(x, axis, tower):
     packed = _local_moments(x, None, axis, _fastest(x, axis, None, tower)[0])
     results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
-    place, whole = _meet(packed, _whole, results, tower)
+    place, whole = _meet(packed, _whole, results, tower, {"axis": axis})
     with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncMoments"}):
         whole, _ = outputs = tf.identity_n([whole, x], name="with_gradient")
     remember_place(outputs[0].op, place, axis)
@@ -161,12 +181,12 @@ def _whole(per_tower):
     return [[whole] for _, whole in _merged(None)(per_tower)]
 
 
-def _meet(packed, aggregate, results, tower):
+def _meet(packed, aggregate, results, tower, arguments):
     """Returns the layer's place, and for each of `results`, pairs of dtype and shape, what the aggregate holds."""
     if tower is None:
         return (None, *aggregate([[packed]])[0])
     with tf.name_scope("exchange"):
-        place = next_place("sync_batch_norm", [packed])
+        place = next_place("sync_batch_norm", [packed], arguments=arguments)
         return (place, *meet_at(place, [packed], aggregate, results))
 
 

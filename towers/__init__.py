@@ -12,7 +12,7 @@ except ImportError as error:
 
 from towers.batch import PerTower
 from towers.builder import Tower, TowerBuilder, Towers
-from towers.context import TowerContext, current_tower
+from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.exchange import TowerMismatchError, exchange
 from towers.gradients import average_gradients, compute_gradients
@@ -36,6 +36,7 @@ __all__ = [
     "compute_gradients",
     "current_tower",
     "exchange",
+    "may_differ",
     "minimize",
     "session_config",
 ]

@@ -12,6 +12,7 @@ from towers.batch import PerTower, count_examples, split_batch
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.exchange import Meetings, TowerMismatchError
 from towers.graph_collections import TowerCollections
+from towers.likeness import check_alike
 from towers.placement import HOST, check_device, check_devices, find_devices, tower_device_function, variable_device
 from towers.sharing import VariableSharing
 
@@ -125,7 +126,7 @@ class TowerBuilder:
         self.aggregation_device = check_device(aggregation_device or self.devices[0])
         self.variables_device = variable_device(variable_placement, self.devices)
 
-    def build(self, model_fn, batch, training=True):
+    def build(self, model_fn, batch, training=True, alike=True):
         """Builds one tower for each device.
 
         Variables are made in tower 0 and used by all; their names have no tower in them, so checkpoints of a model built
@@ -144,6 +145,8 @@ class TowerBuilder:
             `towers.PerTower`; or a function of the tower's `TowerContext` that makes its batch, on the host's CPU. A
             tuple reaches `model_fn` as positional arguments, anything else as its one argument.
           training: bool or scalar bool tensor, for layers that ask `current_tower().training`.
+          alike: whether to hold the towers against tower 0, op by op, see `towers.likeness`. False leaves out that check, for
+            model functions that compute other things in other towers; `towers.may_differ` says so of some ops alone.
 
         Returns:
           `Towers`.
@@ -151,15 +154,17 @@ class TowerBuilder:
         Raises:
           RuntimeError: under eager execution, or inside a tower.
           TypeError, ValueError: for a model function or batch that can't be used, or a loss that is no scalar.
-          TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs.
+          TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
         """
         _check_call(model_fn)
         batches = self._divide(batch)
         build = _Build(self, training)
         with build.collections.restored_if_it_fails():
             towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
-            _check_alike(towers)
-        weights = _shares([tower.weight for tower in towers], self.aggregation_device)
+            _check_outputs(towers)
+            weights = _shares([tower.weight for tower in towers], self.aggregation_device)
+            if alike and len(towers) > 1:
+                check_alike(towers, build.arguments, build.contributions())
         return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
 
     def _divide(self, batch):
@@ -182,6 +187,12 @@ class _Build:
         self._meetings = Meetings(builder.devices, builder.aggregation_device)
         self.collections, self._shared_updates = TowerCollections(), []
         self._sharing = VariableSharing(self.collections.reveal)
+        self.arguments = []  # what each tower's model function was called with
+
+    def contributions(self):
+        """Returns what towers left where they met, a list over meetings of lists over towers."""
+        num_towers = len(self._builder.devices)
+        return [[left[i] for i in range(num_towers)] for left in self._meetings.contributions.values() if len(left) == num_towers]
 
     def add_tower(self, model_fn, index, batch):
         """Builds one tower and returns it, with the number of its examples where its weight belongs."""
@@ -190,6 +201,7 @@ class _Build:
             context = TowerContext(index, len(devices), devices[index], self._builder.aggregation_device, self._training,
                                    name_scope, self._meetings, self._shared_updates)
             args = _arguments(batch, context)
+            self.arguments.append(args)
             first_op = len(graph.get_operations())
             place = tower_device_function(devices[index], self._builder.variables_device)
             with self.collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
@@ -242,7 +254,7 @@ def _loss_of(outputs, index):
     return outputs if is_loss else None
 
 
-def _check_alike(towers):
+def _check_outputs(towers):
     first = towers[0]
     for tower in towers[1:]:
         index = tower.context.index

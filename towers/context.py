@@ -5,12 +5,27 @@ The one global of the library lives here: the tower whose model function is runn
 """
 import contextlib
 import threading
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["TowerContext", "current_tower", "differentiate", "enter_tower", "is_differentiating"]
+__all__ = ["TowerContext", "current_tower", "differentiate", "enter_tower", "is_differentiating", "may_differ", "span"]
 
 _building = threading.local()
+
+
+class Span(NamedTuple):
+    """Ops of a tower that were made together and stand for one thing.
+
+    Fields:
+      first, last: int, positions in the graph: the first op's, and that after the last one's.
+      key: what they stand for, alike in every tower; None for what may differ.
+      inputs: what they were made of, a tuple of structures of tensors.
+    """
+    first: int
+    last: int
+    key: Any
+    inputs: tuple
 
 
 class TowerContext:
@@ -25,6 +40,7 @@ class TowerContext:
       name_scope: str, the name scope of the tower's ops, ending in "/".
       meetings: the build's record of exchanges; `towers.exchange` is its only reader.
       shared_updates: list of ops, the updates added with `shared=True` so far. One list for all towers of the build.
+      spans: list of `Span`, ops that `span` and `may_differ` hold together.
     """
 
     def __init__(self, index, num_towers, device, aggregation_device, training, name_scope, meetings, shared_updates):
@@ -36,6 +52,7 @@ class TowerContext:
         self.name_scope = name_scope
         self.meetings = meetings
         self.shared_updates = shared_updates
+        self.spans = []
 
     def __repr__(self):
         return "TowerContext(index=%d, num_towers=%d, device=%r)" % (self.index, self.num_towers, self.device)
@@ -63,6 +80,37 @@ class TowerContext:
         if shared:
             self.shared_updates.append(op)
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, op)
+
+
+@contextlib.contextmanager
+def span(key, *inputs):
+    """Holds together what is made in a `with` block of a tower: it counts as one thing, alike in all towers of one key.
+
+    Args:
+      key: hashable, alike in every tower; None for what may differ.
+      *inputs: structures of tensors that the ops are made of, alike in every tower.
+    """
+    tower, graph = current_tower(), tf.get_default_graph()
+    if tower is None or graph is not tower.meetings.graph:
+        yield
+        return
+    first = graph.version  # the number of ops
+    yield
+    tower.spans.append(Span(first, graph.version, key, inputs))
+
+
+def may_differ():
+    """Returns a context manager: ops made under it in a model function may differ between towers.
+
+    What else a model function makes has to compute the same in every tower, or `TowerBuilder.build` refuses it. What was made
+    of what differs is compared again. Outside of towers it does nothing.
+
+    Example:
+
+        with towers.may_differ():
+            offset = tf.constant(towers.current_tower().index * batch_size)
+    """
+    return span(None)
 
 
 def is_differentiating():

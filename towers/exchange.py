@@ -45,6 +45,7 @@ class _Exchange(NamedTuple):
     kind: str
     dtypes: tuple
     shapes: tuple
+    arguments: dict
 
     def __str__(self):
         contributions = ["%s%s" % (dtype.name, shape) for dtype, shape in zip(self.dtypes, self.shapes)]
@@ -54,6 +55,11 @@ class _Exchange(NamedTuple):
         """Tells whether two towers' contributions can be aggregated as one exchange."""
         return (self.kind, self.dtypes) == (other.kind, other.dtypes) and all(
             shape.is_compatible_with(of_other) for shape, of_other in zip(self.shapes, other.shapes))
+
+    def differing_argument(self, other):
+        """Returns the name of an argument that two layers have other values of, or None."""
+        names = [*self.arguments, *(name for name in other.arguments if name not in self.arguments)]
+        return next((name for name in names if self.arguments.get(name) != other.arguments.get(name)), None)
 
 
 class Meetings:
@@ -72,6 +78,8 @@ class Meetings:
         self._forward = []  # the exchanges of tower 0, in its order
         self._left = [0] * self.num_towers  # how many exchanges each tower has left so far
         self._arrivals = {}  # key -> {tower: (stand-ins, contributions)}, until the last tower comes
+        self.contributions = {}  # key -> {tower: what it left}
+        self.stand_ins = {}  # op of a stand-in -> (key, number of the result)
         self._flow_at = {}  # key -> the control flow that its first tower came in
         self._gradient_label = None
         self._left_in_pass = []  # the ops whose results towers left in the gradient pass under way, in order
@@ -83,7 +91,11 @@ class Meetings:
         """How many exchanges each tower makes in its forward pass."""
         return len(self._forward)
 
-    def forward_place(self, tower, name, kind, dtypes, shapes):
+    def turn(self, tower):
+        """Returns the number of a tower's next exchange."""
+        return self._left[tower]
+
+    def forward_place(self, tower, name, kind, dtypes, shapes, arguments):
         """Returns the `_Place` of a tower's next exchange; raises where it is not tower 0's exchange of that turn."""
         graph = tf.get_default_graph()
         if graph is not self.graph or control_flow_now(graph) is not self._control_flow:
@@ -91,7 +103,7 @@ class Meetings:
                 "%s %r stands inside a tf.cond, a tf.while_loop, a tf.function or another graph. Towers can meet only "
                 "where every tower comes each step: move it out, or choose between its results with tf.where."
                 % (kind, name))
-        came = _Exchange(name, kind, tuple(dtypes), tuple(shapes))
+        came = _Exchange(name, kind, tuple(dtypes), tuple(shapes), arguments)
         turn = self._left[tower]
         if tower == 0:
             self._forward.append(came)
@@ -113,6 +125,12 @@ class Meetings:
         if not (came.is_like(expected) and same_name):
             raise TowerMismatchError("Towers differ at exchange %d: tower 0 has %s, tower %d has %s. %s"
                                      % (turn, expected, tower, came, _ALIKE))
+        argument = expected.differing_argument(came)
+        if argument is not None:
+            raise TowerMismatchError(
+                "Towers differ at exchange %d, %s %r: %s is %s in tower 0 and %s in tower %d. %s"
+                % (turn, came.kind, came.name, argument, expected.arguments.get(argument), came.arguments.get(argument), tower,
+                   _ALIKE))
 
     def check_complete(self, tower):
         """Raises `TowerMismatchError` if a tower whose model function returned left fewer exchanges than tower 0."""
@@ -168,10 +186,12 @@ class Meetings:
             dtype = tf.as_dtype(dtype)
             unmet = tf.placeholder(_BITS.get(dtype, dtype), shape, name="unmet_exchange")
             stand_ins.append(_from_bits(unmet, dtype))
+            self.stand_ins[stand_ins[-1].op] = place.key, len(stand_ins) - 1
         if self._gradient_label is not None:
             self._left_in_pass.extend(contribution.op for contribution in contributions)
         arrivals = self._arrivals.setdefault(place.key, {})
         arrivals[place.tower] = stand_ins, list(contributions)
+        self.contributions.setdefault(place.key, {})[place.tower] = list(contributions)
         if len(arrivals) == self.num_towers:
             self._wire(place.key, name, aggregate)
         return stand_ins
@@ -251,18 +271,28 @@ def tower_here(kind):
     return current_tower()
 
 
-def next_place(kind, contributions, shapes=None):
+def next_place(kind, contributions, shapes=None, arguments=None):
     """Returns the place in the current tower that stands for the exchange about to be made, checked against tower 0.
 
     Args:
       kind: str, for messages.
       contributions: list of tensors; their dtypes have to be those of tower 0.
       shapes: list of `tf.TensorShape` that have to be compatible with tower 0's; None is the contributions' own.
+      arguments: dict of what else makes the exchange what it is, which has to be as in tower 0.
     """
     tower = current_tower()
     name = tower.relative(tf.get_default_graph().get_name_scope() + "/")
+    given = {key: _comparable(value, tower) for key, value in (arguments or {}).items()}
     return tower.meetings.forward_place(tower.index, name.rstrip("/"), kind, [c.dtype.base_dtype for c in contributions],
-                                        shapes or [c.shape for c in contributions])
+                                        shapes or [c.shape for c in contributions], given)
+
+
+def _comparable(value, tower):
+    """Returns an argument as towers compare it: a tensor of the tower's own by its kind, one from outside by its name."""
+    op = getattr(value, "op", None)
+    if isinstance(op, tf.Operation):
+        return "a tensor" if op.name.startswith(tower.name_scope) else op.name
+    return list(value) if isinstance(value, tuple) else value
 
 
 def meet_at(place, contributions, aggregate, results):

@@ -71,14 +71,13 @@ class TowerCollections:
         for key in set(self._before) | set(self._added):
             self._graph.get_collection_ref(key)[:] = self._before.get(key, []) + self._added.get(key, [])
 
-    def reveal(self, variable):
-        """Shows the present tower a variable that it asks for, where tower 0 had put it, and what regularizes it."""
-        for part in [variable] if is_variable(variable) else variable:  # those of a partitioned variable
-            for key, items in self._of_first.items():
-                for item in items:
-                    if (item is part or _regularizes(key, item, part)) and id(item) not in self._present.setdefault(key, set()):
-                        self._present[key].add(id(item))
-                        self._graph.get_collection_ref(key).append(item)
+    def reveal(self, name):
+        """Shows the present tower the variable of a name, which it asks for, where tower 0 had put it, and what regularizes it."""
+        for key, items in self._of_first.items():
+            for item in items:
+                if _belongs_to(name, key, item) and id(item) not in self._present.setdefault(key, set()):
+                    self._present[key].add(id(item))
+                    self._graph.get_collection_ref(key).append(item)
 
     def _now(self):
         """Returns what the collections that tell towers apart hold now."""
@@ -92,9 +91,11 @@ class TowerCollections:
             kept.extend(item for item in items if id(item) not in there and not (index and _stands_for_all(key, item)))
 
 
-def _regularizes(key, item, variable):
-    """Tells whether `item` is what `tf.get_variable` made of a variable's regularizer, as it makes the variable."""
-    return key == _KEYS.REGULARIZATION_LOSSES and getattr(item, "name", "").startswith(variable.op.name + "/Regularizer/")
+def _belongs_to(name, key, item):
+    """Tells whether an item is the variable of a name, a part of it, or what `tf.get_variable` makes of its regularizer with it."""
+    if is_variable(item):
+        return item.op.name == name or item.op.name.startswith(name + "/part_")
+    return key == _KEYS.REGULARIZATION_LOSSES and getattr(item, "name", "").startswith((name + "/Regularizer/", name + "/part_"))
 
 
 def _stands_for_all(key, item):

@@ -1,7 +1,8 @@
 """What an op depends on, and which variable it writes: questions asked of a finished graph."""
 
-__all__ = ["ancestors", "calls_of", "is_variable", "written_variable", "written_variables"]
+__all__ = ["VARIABLES", "ancestors", "calls_of", "is_variable", "written_variable", "written_variables"]
 
+VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
                                "VarIsInitializedOp", "DestroyResourceOp"])
 # What a variable goes through on its way into a tf.cond or tf.while_loop of control flow 1.

@@ -18,12 +18,13 @@ class VariableSharing:
     """The variables of one build: made in tower 0, handed out again in every later tower.
 
     Args:
-      reveal: a function of a variable, called where a later tower asks for one.
+      reveal: a function of a variable's name, called where a later tower asks for one.
     """
 
     def __init__(self, reveal):
         self._reveal = reveal
         self._by_get_variable = {}  # full name -> variable
+        self._trainable = {}  # full name -> whether tower 0 asked for it as trainable, each time in turn
         self._created = []  # _Creation of tower 0, in order
         self._claimed = set()  # indices into _created that the present tower has taken
         self._in_get_variable = False
@@ -39,7 +40,7 @@ class VariableSharing:
           tower: int, the tower's index.
           name_scope: str, the tower's name scope, which variables' names must not carry.
         """
-        self._claimed, self._by_turn = set(), []
+        self._claimed, self._by_turn, self._asked = set(), [], {}
 
         def shared_getter(getter, name, *args, **kwargs):
             # tf.train.ExponentialMovingAverage names its variables by the tensors' ops.
@@ -53,7 +54,17 @@ class VariableSharing:
             yield
         self._check_turns(tower)
 
+    def _check_trainable(self, tower, name, trainable):
+        """Refuses a later tower's flag that is not tower 0's of the same turn; TensorFlow would take no notice of it."""
+        turn = self._asked[name] = self._asked.get(name, -1) + 1
+        if tower == 0:
+            self._trainable.setdefault(name, []).append(trainable)
+        elif turn < len(self._trainable.get(name, ())) and self._trainable[name][turn] != trainable:
+            raise TowerMismatchError("Tower %d asks for the variable %r with trainable=%s, and tower 0 with trainable=%s. Ask "
+                                     "for it alike in every tower." % (tower, name, trainable, self._trainable[name][turn]))
+
     def _get(self, tower, getter, name, args, kwargs):
+        self._check_trainable(tower, name, kwargs.get("trainable") is not False)
         if tower == 0:
             self._in_get_variable = True
             try:
@@ -74,7 +85,7 @@ class VariableSharing:
             if known is not None:
                 raise
             raise _only_later(name, tower) from error
-        self._reveal(variable)
+        self._reveal(name)
         return variable
 
     def _create(self, tower, name_scope, next_creator, kwargs):
@@ -102,7 +113,7 @@ class VariableSharing:
             raise _only_later(creation.full_name, tower, self._nearest(creation))
         chosen = (same_name + numbered)[0]
         self._claimed.add(chosen)
-        self._reveal(self._created[chosen].variable)
+        self._reveal(self._created[chosen].variable.op.name)
         return self._created[chosen].variable
 
     def _check_turns(self, tower):

@@ -1,0 +1,280 @@
+"""Whether towers are alike: compared op by op, from what they hand out and meet with, backwards.
+
+A tower that computes something else than tower 0 is no replica, and what is averaged over towers is then the gradient of no
+loss at all. Op types, attributes, constants and variables are compared, and where stand-ins and batches are taken. Names,
+devices, seeds, and sizes along the batch are no differences, nor is what waits for what, nor what nothing handed out needs.
+What is meant to differ is made under `towers.may_differ()`.
+"""
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import TowerMismatchError, without_numbers
+from towers.graph_walk import VARIABLES
+
+__all__ = ["check_alike"]
+
+# Ops that hand on their first input, whatever else they do.
+_HANDED_ON = frozenset(["Identity", "Print", "CheckNumerics", "CheckNumericsV2", "Snapshot", "DeepCopy"])
+# What data come from, for each tower its own: a model function may take them from outside of its arguments.
+_DATA = frozenset(["Placeholder", "IteratorGetNext", "IteratorGetNextSync", "Split", "SplitV", "Unpack", "QueueDequeueV2",
+                   "QueueDequeueManyV2", "QueueDequeueUpToV2"])
+# Attributes that hold names and numbers that TensorFlow makes up, for each op others.
+_MADE_UP = frozenset(["shared_name", "container", "seed", "seed2", "token", "frame_name", "tensor_array_name", "source",
+                      "stack_name", "message"])
+_SIZES = frozenset(["N", "num", "num_split", "shape", "element_shape", "output_shapes", "T", "Tin", "Tout", "size_splits"])
+
+_MEND = ("Towers have to compute alike. Where they are meant to differ, make the ops under `with towers.may_differ():`, or build "
+         "with alike=False.")
+
+
+class _Difference(NamedTuple):
+    """What differs: the position in the graph of tower 0's op, for the first to be named, and a sentence."""
+    position: int
+    sentence: str
+
+
+def check_alike(towers, batches, contributions):
+    """Raises `TowerMismatchError` where a tower computes something else than tower 0.
+
+    Args:
+      towers: list of `towers.builder.Tower`.
+      batches: list over towers of what each model function was called with, nested structures.
+      contributions: list of lists over towers of lists of tensors, what the towers left where they met.
+    """
+    graph = tf.get_default_graph()
+    positions = {op: position for position, op in enumerate(graph.get_operations())}
+    bodies, nodes = _Bodies(graph), {}
+    views = [_View(tower, batch, positions) for tower, batch in zip(towers, batches)]
+    for tower, view in zip(towers[1:], views[1:]):
+        comparison = _Comparison(views[0], view, positions, bodies, nodes)
+        comparison.compare([(towers[0].outputs, tower.outputs), *_paired_updates(towers[0], tower)]
+                           + [(left[0], left[tower.context.index]) for left in contributions])
+        if comparison.differences:
+            raise TowerMismatchError("%s %s" % (min(comparison.differences).sentence, _MEND))
+
+
+def _paired_updates(first, other):
+    """Returns pairs of the towers' own updates, none where one tower makes more: which of them it does is its policy's."""
+    own = [[update for update in tower.update_ops if not any(update is s for s in tower.context.shared_updates)]
+           for tower in (first, other)]
+    return list(zip(*own)) if len(own[0]) == len(own[1]) else []
+
+
+class _View:
+    """A tower as it is compared: where its ops lie in the graph, and which tensors are its batch."""
+
+    def __init__(self, tower, batch, positions):
+        self.index = tower.context.index
+        self.start = positions[tower.ops[0]] if tower.ops else len(positions)
+        self.spans = {}  # position in the graph -> the outermost span that holds it
+        for span in sorted(tower.context.spans, key=lambda span: (span.first, -span.last)):
+            for position in range(span.first, span.last):
+                self.spans.setdefault(position, span)
+        self.stand_ins = tower.context.meetings.stand_ins
+        leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
+        self.shapes = [leaf.shape for leaf in leaves]
+        self.leaves = {}
+        for number, leaf in enumerate(leaves):
+            self.leaves.setdefault((leaf.op, leaf.value_index), number)
+
+
+class _Comparison:
+    """Two towers, compared from pairs of what they hand out backwards."""
+
+    def __init__(self, first, other, positions, bodies, nodes):
+        self._first, self._other = first, other
+        self._positions, self._bodies, self._nodes = positions, bodies, nodes
+        self._same_sizes = [_known(s) for s in first.shapes] == [_known(s) for s in other.shapes]
+        self._seen, self._stack = set(), []
+        self.differences = []
+
+    def compare(self, pairs):
+        """Fills `differences`."""
+        for a, b in pairs:
+            self._push_leaves(a, b)
+        while self._stack:
+            a, b = self._stack.pop()
+            a, b = (self._source(*end, view) for end, view in ((a, self._first), (b, self._other)))
+            if a != b and (a, b) not in self._seen:
+                self._seen.add((a, b))
+                self._compare(a, b)
+
+    def _push_leaves(self, a, b):
+        ends = [[_end(leaf) for leaf in tf.nest.flatten(of_tower, expand_composites=True)] for of_tower in (a, b)]
+        self._stack.extend(pair for pair in zip(*ends) if None not in pair)
+
+    def _source(self, op, index, view):
+        """Goes back through ops that hand on what they get."""
+        while op.type in _HANDED_ON and (op, index) not in view.leaves and op.inputs and not self._span(op, view):
+            op, index = _first_input((op, index))
+        return op, index
+
+    def _span(self, op, view):
+        return view.spans.get(self._positions.get(op, -1))
+
+    def _compare(self, a, b):
+        spans = self._span(a[0], self._first), self._span(b[0], self._other)
+        if any(span is not None and span.key is None for span in spans):
+            return
+        if None not in spans and spans[0].key == spans[1].key:
+            if spans[0].key not in self._seen:
+                self._seen.add(spans[0].key)
+                for pair in zip(spans[0].inputs, spans[1].inputs):
+                    self._push_leaves(*pair)
+            return
+        taken = self._first.leaves.get(a), self._other.leaves.get(b)
+        met = self._first.stand_ins.get(a[0]), self._other.stand_ins.get(b[0])
+        if taken != (None, None) or met != (None, None):
+            if taken[0] != taken[1] or met[0] != met[1]:
+                self._report(a[0], b[0], "%s where tower %d has %s" % (
+                    self._name(a, taken[0], met[0]), self._other.index, self._name(b, taken[1], met[1])))
+            return
+        self._compare_ops(a, b)
+
+    def _compare_ops(self, a, b):
+        (op, index), (other, other_index) = a, b
+        if op.type != other.type and not self._same_sizes and "AddN" in (op.type, other.type):
+            # A sum over the examples of a tower that has one is no sum.
+            self._stack.append(tuple(_first_input(end) if end[0].type == "AddN" else end for end in (a, b)))
+            return
+        if op.type != other.type:
+            self._report(op, other, "%r is of type %s, and in tower %d %r of type %s"
+                         % (op.name, op.type, self._other.index, other.name, other.type))
+            return
+        if op.type in _DATA and self._is_outside(op, self._first) and self._is_outside(other, self._first):
+            return
+        if index != other_index or op is other:
+            self._report(op, other, "output %d of %r is read, and in tower %d output %d of %r"
+                         % (index, op.name, self._other.index, other_index, other.name))
+            return
+        if op.type in VARIABLES:
+            self._report(op, other, "the variable %r is read, and in tower %d the variable %r"
+                         % (op.name, self._other.index, other.name))
+            return
+        difference = self._difference_of_attributes(op, other)
+        if difference is None and self._same_sizes and len(op.inputs) != len(other.inputs):
+            difference = "%d inputs" % len(op.inputs), "%d" % len(other.inputs)
+        if difference is not None:
+            self._report(op, other, "%r has %s, and in tower %d %r has %s"
+                         % (op.name, difference[0], self._other.index, other.name, difference[1]))
+            return
+        skipped = _seeds(op)
+        self._stack.extend(((x.op, x.value_index), (y.op, y.value_index))
+                           for i, (x, y) in enumerate(zip(op.inputs, other.inputs)) if i not in skipped)
+
+    def _is_outside(self, op, first):
+        """Tells whether an op was made before the towers."""
+        return self._positions.get(op, -1) < first.start
+
+    def _difference_of_attributes(self, op, other):
+        """Returns what two ops of one type have in their first attribute that differs, a pair of str, or None."""
+        node, of_other = (self._node(x) for x in (op, other))
+        for key in node.attr:
+            if key in _MADE_UP or key.startswith("_") and key != "_gradient_op_type" or (
+                    not self._same_sizes and (key in _SIZES or op.type == "Const")):
+                continue
+            mine, others = node.attr[key], of_other.attr[key]
+            if mine != others and not self._is_same_value(key, mine, others):
+                return tuple("%s %s" % (key, _shown(value)) for value in (mine, others))
+        return None
+
+    def _node(self, op):
+        if op not in self._nodes:
+            self._nodes[op] = op.node_def
+        return self._nodes[op]
+
+    def _is_same_value(self, key, mine, others):
+        if key == "_gradient_op_type":  # tf.custom_gradient numbers its own
+            return _without_digits(mine.s) == _without_digits(others.s)
+        if mine.HasField("tensor") and others.HasField("tensor"):
+            values = [tf.make_ndarray(value.tensor) for value in (mine, others)]
+            return values[0].dtype == values[1].dtype and values[0].shape == values[1].shape and (
+                values[0].tobytes() == values[1].tobytes() if values[0].dtype.kind in "fc" else bool(np.all(
+                    values[0] == values[1])))
+        functions = [[value.func] if value.HasField("func") else list(value.list.func) for value in (mine, others)]
+        if functions[0] and len(functions[0]) == len(functions[1]):
+            return all(self._bodies.are_alike(f.name, g.name, self._same_sizes) for f, g in zip(*functions))
+        return False
+
+    def _name(self, end, number, met):
+        if number is not None:
+            return "tensor %d of its batch" % number
+        if met is not None:
+            return "the result of exchange %d" % met[0][0]
+        return "%r, of type %s" % (end[0].name, end[0].type)
+
+    def _report(self, op, other, sentence):
+        position = self._positions.get(op, -1)
+        self.differences.append(_Difference(position, "Towers 0 and %d differ: in tower 0 %s." % (self._other.index, sentence)))
+
+
+class _Bodies:
+    """The functions of a graph, compared node by node; those of branches and loops are made anew for each tower."""
+
+    def __init__(self, graph):
+        self._graph, self._library = graph, None
+
+    def are_alike(self, name, other, same_sizes):
+        """Tells whether two functions compute the same, by op types and attributes in order."""
+        if name == other:
+            return True
+        if self._library is None:
+            self._library = {f.signature.name: f for f in self._graph.as_graph_def().library.function}
+        mine, others = self._library.get(name), self._library.get(other)
+        if mine is None or others is None:
+            return mine is others
+        if not same_sizes:
+            return True
+        return len(mine.node_def) == len(others.node_def) and all(
+            self._are_alike(a, b) for a, b in zip(mine.node_def, others.node_def))
+
+    def _are_alike(self, node, other):
+        if node.op != other.op or len(node.input) != len(other.input):
+            return False
+        for key in node.attr:
+            mine, others = node.attr[key], other.attr[key]
+            if key in _MADE_UP or key.startswith("_") or mine == others:
+                continue
+            functions = [[value.func] if value.HasField("func") else list(value.list.func) for value in (mine, others)]
+            if not functions[0] or len(functions[0]) != len(functions[1]) or not all(
+                    self.are_alike(f.name, g.name, True) for f, g in zip(*functions)):
+                return False
+        return True
+
+
+def _end(leaf):
+    """Returns (op, index of the output) of a tensor, variable or op; None for anything else."""
+    op = getattr(leaf, "op", leaf)
+    return (op, getattr(leaf, "value_index", 0)) if isinstance(op, tf.Operation) else None
+
+
+def _first_input(end):
+    return end[0].inputs[0].op, end[0].inputs[0].value_index
+
+
+def _known(shape):
+    return None if shape.rank is None else shape.as_list()
+
+
+def _seeds(op):
+    """Returns the inputs that are seeds, a set of int."""
+    if "Random" not in op.type and "Stateless" not in op.type and "Shuffle" not in op.type:
+        return ()
+    return {i for i, argument in enumerate(op.op_def.input_arg) if "seed" in argument.name}
+
+
+def _without_digits(name):
+    return without_numbers(name.decode().replace("-", "_"))
+
+
+def _shown(value):
+    """Returns an attribute's value as an error shows it."""
+    if value.HasField("tensor"):
+        array = tf.make_ndarray(value.tensor)
+        shown = str(array.tolist() if array.size <= 8 else array.reshape([-1])[:8].tolist()[:8]).replace("\n", " ")
+        return shown if array.size <= 8 else "%s ... of shape %s" % (shown[:-1], array.shape)
+    if value.HasField("type"):
+        return tf.as_dtype(value.type).name
+    return " ".join(str(value).split())
