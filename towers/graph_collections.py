@@ -7,6 +7,7 @@ summaries, whose tags have no tower in them, tower 0's. If the model function ra
 the variables made so far.
 """
 import contextlib
+import re
 
 import tensorflow.compat.v1 as tf
 
@@ -20,6 +21,7 @@ _KEYS = tf.GraphKeys
 _OF_THE_GRAPH = frozenset([
     _KEYS.GLOBAL_STEP, "global_step_read_op_cache", _KEYS.EVAL_STEP, _KEYS.SAVERS, _KEYS.INIT_OP, _KEYS.LOCAL_INIT_OP,
     _KEYS.READY_OP, _KEYS.READY_FOR_LOCAL_INIT_OP, _KEYS.SUMMARY_OP, _KEYS.COND_CONTEXT, _KEYS.WHILE_CONTEXT])
+_PART = re.compile(r"/part_\d+$")  # of a partitioned variable
 _OWNED = "_towers_collection_items"  # attribute of a graph: ids of what towers, of any build, added to its collections
 
 
@@ -30,7 +32,7 @@ class TowerCollections:
         self._graph = tf.get_default_graph()
         self._before = self._now()
         self._added = {}  # key -> what finished towers added
-        self._of_first = {}  # key -> what tower 0 added
+        self._of_first = {}  # name of a variable -> what belongs to it of what tower 0 added
         self._present = None  # key -> ids of what the present tower sees and has not added
         if not hasattr(self._graph, _OWNED):
             setattr(self._graph, _OWNED, {})  # id -> item, so that no id is given out again
@@ -66,18 +68,18 @@ class TowerCollections:
             owned.update((id(item), item) for item in added[key])
         self._keep(index, added)
         if index == 0:
-            self._of_first = added
+            self._of_first = _by_variable(added)
             _strip_tags(added.get(_KEYS.SUMMARIES, []), name_scope, self._before.get(_KEYS.SUMMARIES, []))
         for key in set(self._before) | set(self._added):
             self._graph.get_collection_ref(key)[:] = self._before.get(key, []) + self._added.get(key, [])
 
     def reveal(self, name):
-        """Shows the present tower the variable of a name, which it asks for, where tower 0 had put it, and what regularizes it."""
-        for key, items in self._of_first.items():
-            for item in items:
-                if _belongs_to(name, key, item) and id(item) not in self._present.setdefault(key, set()):
-                    self._present[key].add(id(item))
-                    self._graph.get_collection_ref(key).append(item)
+        """Shows the present tower the variable of a name, which it asks for, where tower 0 had put it, and its regularization."""
+        for key, item in self._of_first.get(name, ()):
+            present = self._present.setdefault(key, set())
+            if id(item) not in present:
+                present.add(id(item))
+                self._graph.get_collection_ref(key).append(item)
 
     def _now(self):
         """Returns what the collections that tell towers apart hold now."""
@@ -91,11 +93,17 @@ class TowerCollections:
             kept.extend(item for item in items if id(item) not in there and not (index and _stands_for_all(key, item)))
 
 
-def _belongs_to(name, key, item):
-    """Tells whether an item is the variable of a name, a part of it, or what `tf.get_variable` makes of its regularizer with it."""
-    if is_variable(item):
-        return item.op.name == name or item.op.name.startswith(name + "/part_")
-    return key == _KEYS.REGULARIZATION_LOSSES and getattr(item, "name", "").startswith((name + "/Regularizer/", name + "/part_"))
+def _by_variable(added):
+    """Returns a dict from names of variables to what belongs to them of what tower 0 added, a list of (key, item)."""
+    found = {}
+    for key, items in added.items():
+        for item in items:
+            name = item.op.name if is_variable(item) else ""
+            if key == _KEYS.REGULARIZATION_LOSSES:  # as tf.get_variable names what it makes of a regularizer
+                name = getattr(item, "name", "").partition("/Regularizer/")[0]
+            for of_whole in {name, _PART.sub("", name)} - {""}:
+                found.setdefault(of_whole, []).append((key, item))
+    return found
 
 
 def _stands_for_all(key, item):
