@@ -212,16 +212,19 @@ def test_all_towers_updates_that_read_inside_a_cond_run_one_after_the_other(use_
             np.testing.assert_array_equal(made.run(tf.global_variables()[0]), [wanted] * 4)
 
 
-def test_updates_that_the_outputs_wait_for_can_not_be_ordered_and_are_refused():
+def test_updates_that_the_outputs_wait_for_run_in_the_order_of_the_towers(resource):
     def model(x):
-        loss = ordinary(False)(x)
+        loss = ordinary(resource)(x)
         with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
             return tf.identity(loss)
 
-    replicas = build(model, (X,), 2)
-    with pytest.raises(ValueError, match="'layer/moving' can't run one tower after the other: the outputs of tower 1"):
-        collect_update_ops(replicas, "all")
-    collect_update_ops(replicas, "first")
+    for policy in ("first", "all"):
+        with tf.Graph().as_default():
+            with pytest.warns(UserWarning, match="writes the variable 'layer/moving' by what it computed of its own batch"):
+                replicas = build(model, (X,), 3)
+            train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), policy)
+            _, _, after = train_by(train_op, replicas.loss, 7)
+            np.testing.assert_allclose(after["layer/moving"], moving_average("all", 3, 7), rtol=1e-5)
 
 
 def test_moving_statistics_that_no_update_reaches_are_said():
@@ -269,7 +272,7 @@ def test_keras_batch_norm_whose_updates_nobody_collected_is_said_by_name():
 def test_updates_that_wait_for_one_another_across_towers_are_refused():
     def model(x):
         moving = tf.get_variable("moving", [4], trainable=False)
-        update = tf.assign_sub(moving, towers.all_reduce(tf.reduce_mean(x, 0) - moving))
+        update = tf.assign_sub(moving, towers.all_reduce(tf.reduce_mean(x, 0) - moving) + x[0])
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
         return tf.reduce_mean(x)
 

@@ -15,6 +15,7 @@ from towers.graph_collections import TowerCollections
 from towers.likeness import check_alike
 from towers.placement import HOST, check_device, check_devices, find_devices, tower_device_function, variable_device
 from towers.sharing import VariableSharing
+from towers.state import settle_state
 
 __all__ = ["Tower", "TowerBuilder", "Towers"]
 
@@ -165,6 +166,7 @@ class TowerBuilder:
             weights = _shares([tower.weight for tower in towers], self.aggregation_device)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
+            towers = settle_state(towers, build.arguments, build.added)
         return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
 
     def _divide(self, batch):
@@ -188,6 +190,7 @@ class _Build:
         self.collections, self._shared_updates = TowerCollections(), []
         self._sharing = VariableSharing(self.collections.reveal)
         self.arguments = []  # what each tower's model function was called with
+        self.added = []  # what each tower added to the graph's collections, by key
 
     def contributions(self):
         """Returns what towers left where they met, a list over meetings of lists over towers."""
@@ -208,6 +211,7 @@ class _Build:
                 with enter_tower(context), tf.device(place):
                     outputs = model_fn(*args)
         self._meetings.check_complete(index)
+        self.added.append(added)
         return Tower(context, outputs, _loss_of(outputs, index), _count(outputs, args), added.get(tf.GraphKeys.UPDATE_OPS, []),
                      graph.get_operations()[first_op:])
 

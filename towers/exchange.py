@@ -80,6 +80,7 @@ class Meetings:
         self._arrivals = {}  # key -> {tower: (stand-ins, contributions)}, until the last tower comes
         self.contributions = {}  # key -> {tower: what it left}
         self.stand_ins = {}  # op of a stand-in -> (key, number of the result)
+        self._aggregated = []  # positions in the graph of the first and behind the last op of each aggregate
         self._flow_at = {}  # key -> the control flow that its first tower came in
         self._gradient_label = None
         self._left_in_pass = []  # the ops whose results towers left in the gradient pass under way, in order
@@ -90,6 +91,11 @@ class Meetings:
     def num_exchanges(self):
         """How many exchanges each tower makes in its forward pass."""
         return len(self._forward)
+
+    def aggregated(self):
+        """Returns the ops of all aggregates, a set: they were made within the last tower, and belong to none."""
+        ops = self.graph.get_operations()
+        return {op for first, last in self._aggregated for op in ops[first:last]}
 
     def turn(self, tower):
         """Returns the number of a tower's next exchange."""
@@ -198,13 +204,14 @@ class Meetings:
 
     def _wire(self, key, name, aggregate):
         arrivals = self._arrivals.pop(key)
-        order = range(self.num_towers)
+        order, first = range(self.num_towers), self.graph.version
         # A gradient function runs colocated with its forward op, which would win over the device.
         with tf.get_default_graph().colocate_with(None, ignore_existing=True), tf.device(self.aggregation_device):
             with tf.name_scope(None), tf.name_scope("cross_tower/" + name):
                 per_tower = [list(map(tf.convert_to_tensor, results)) for results in aggregate([arrivals[i][1] for i in order])]
                 distinct = {result.name: result for results in per_tower for result in results}
                 bits = {result_name: _to_bits(result) for result_name, result in distinct.items()}
+        self._aggregated.append((first, self.graph.version))
         for i in order:
             for stand_in, result in zip(arrivals[i][0], per_tower[i]):
                 if result.dtype.base_dtype != stand_in.dtype:

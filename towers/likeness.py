@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.exchange import TowerMismatchError, without_numbers
+from towers.functions import MADE_UP, Functions
 from towers.graph_walk import VARIABLES
 
 __all__ = ["check_alike"]
@@ -20,10 +21,8 @@ _HANDED_ON = frozenset(["Identity", "Print", "CheckNumerics", "CheckNumericsV2",
 # What data come from, for each tower its own: a model function may take them from outside of its arguments.
 _DATA = frozenset(["Placeholder", "IteratorGetNext", "IteratorGetNextSync", "Split", "SplitV", "Unpack", "QueueDequeueV2",
                    "QueueDequeueManyV2", "QueueDequeueUpToV2"])
-# Attributes that hold names and numbers that TensorFlow makes up, for each op others.
-_MADE_UP = frozenset(["shared_name", "container", "seed", "seed2", "token", "frame_name", "tensor_array_name", "source",
-                      "stack_name", "message"])
-_SIZES = frozenset(["N", "num", "num_split", "shape", "element_shape", "output_shapes", "T", "Tin", "Tout", "size_splits"])
+# Those that may hold the size of a batch, or as many entries as it has.
+_SIZES = frozenset(["N", "num", "num_elements", "num_split", "shape", "element_shape", "output_shapes", "T", "Tin", "Tout"])
 
 _MEND = ("Towers have to compute alike. Where they are meant to differ, make the ops under `with towers.may_differ():`, or build "
          "with alike=False.")
@@ -45,10 +44,10 @@ def check_alike(towers, batches, contributions):
     """
     graph = tf.get_default_graph()
     positions = {op: position for position, op in enumerate(graph.get_operations())}
-    bodies, nodes = _Bodies(graph), {}
+    functions, nodes = Functions(graph), {}
     views = [_View(tower, batch, positions) for tower, batch in zip(towers, batches)]
     for tower, view in zip(towers[1:], views[1:]):
-        comparison = _Comparison(views[0], view, positions, bodies, nodes)
+        comparison = _Comparison(views[0], view, positions, functions, nodes)
         comparison.compare([(towers[0].outputs, tower.outputs), *_paired_updates(towers[0], tower)]
                            + [(left[0], left[tower.context.index]) for left in contributions])
         if comparison.differences:
@@ -83,9 +82,9 @@ class _View:
 class _Comparison:
     """Two towers, compared from pairs of what they hand out backwards."""
 
-    def __init__(self, first, other, positions, bodies, nodes):
+    def __init__(self, first, other, positions, functions, nodes):
         self._first, self._other = first, other
-        self._positions, self._bodies, self._nodes = positions, bodies, nodes
+        self._positions, self._functions, self._nodes = positions, functions, nodes
         self._same_sizes = [_known(s) for s in first.shapes] == [_known(s) for s in other.shapes]
         self._seen, self._stack = set(), []
         self.differences = []
@@ -172,7 +171,7 @@ class _Comparison:
         """Returns what two ops of one type have in their first attribute that differs, a pair of str, or None."""
         node, of_other = (self._node(x) for x in (op, other))
         for key in node.attr:
-            if key in _MADE_UP or key.startswith("_") and key != "_gradient_op_type" or (
+            if key in MADE_UP or key.startswith("_") and key != "_gradient_op_type" or (
                     not self._same_sizes and (key in _SIZES or op.type == "Const")):
                 continue
             mine, others = node.attr[key], of_other.attr[key]
@@ -195,7 +194,9 @@ class _Comparison:
                     values[0] == values[1])))
         functions = [[value.func] if value.HasField("func") else list(value.list.func) for value in (mine, others)]
         if functions[0] and len(functions[0]) == len(functions[1]):
-            return all(self._bodies.are_alike(f.name, g.name, self._same_sizes) for f, g in zip(*functions))
+            return not self._same_sizes or all(
+                f.name == g.name or self._functions.fingerprint(f.name) == self._functions.fingerprint(g.name)
+                for f, g in zip(*functions))
         return False
 
     def _name(self, end, number, met):
@@ -208,40 +209,6 @@ class _Comparison:
     def _report(self, op, other, sentence):
         position = self._positions.get(op, -1)
         self.differences.append(_Difference(position, "Towers 0 and %d differ: in tower 0 %s." % (self._other.index, sentence)))
-
-
-class _Bodies:
-    """The functions of a graph, compared node by node; those of branches and loops are made anew for each tower."""
-
-    def __init__(self, graph):
-        self._graph, self._library = graph, None
-
-    def are_alike(self, name, other, same_sizes):
-        """Tells whether two functions compute the same, by op types and attributes in order."""
-        if name == other:
-            return True
-        if self._library is None:
-            self._library = {f.signature.name: f for f in self._graph.as_graph_def().library.function}
-        mine, others = self._library.get(name), self._library.get(other)
-        if mine is None or others is None:
-            return mine is others
-        if not same_sizes:
-            return True
-        return len(mine.node_def) == len(others.node_def) and all(
-            self._are_alike(a, b) for a, b in zip(mine.node_def, others.node_def))
-
-    def _are_alike(self, node, other):
-        if node.op != other.op or len(node.input) != len(other.input):
-            return False
-        for key in node.attr:
-            mine, others = node.attr[key], other.attr[key]
-            if key in _MADE_UP or key.startswith("_") or mine == others:
-                continue
-            functions = [[value.func] if value.HasField("func") else list(value.list.func) for value in (mine, others)]
-            if not functions[0] or len(functions[0]) != len(functions[1]) or not all(
-                    self.are_alike(f.name, g.name, True) for f, g in zip(*functions)):
-                return False
-        return True
 
 
 def _end(leaf):

@@ -7,8 +7,9 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import control_flow_now, control_flow_of, rewire, run_after
+from towers.exchange import control_flow_now, control_flow_of
 from towers.graph_walk import ancestors, written_variable, written_variables
+from towers.state import READS, read_after
 
 __all__ = ["collect_update_ops"]
 
@@ -36,8 +37,8 @@ def collect_update_ops(replicas, policy="first"):
 
     Raises:
       ValueError: for another policy; for an update op inside a tf.cond or tf.while_loop, where what runs it is not the
-        result of that; under "all" where updates of one variable in several towers can't be ordered, because the model's
-        outputs themselves wait for them, or because they stand inside a tf.cond.
+        result of that; under "all" where updates of one variable in several towers can't be ordered, because they
+        stand inside a tf.cond, or an earlier tower's waits for a later one's.
 
     Warns:
       UserWarning: where the model function made an op that writes a moving statistic and nothing will run it.
@@ -98,11 +99,12 @@ def _refuse(op):
 
 def _order(replicas, updates):
     """Makes each tower's update of a variable read it, and write it, after the writes of the towers before."""
+    # Writes that outputs wait for run in the order of the towers already, see `towers.state`.
     needed = ancestors([leaf for tower in replicas for leaf in tf.nest.flatten(tower.outputs) if hasattr(leaf, "op")])
     last_writers = {}  # name of a variable's op -> the ops that wrote it in the last tower so far
     for tower, updates_of_tower in zip(replicas, updates):
         own = set(tower.ops)
-        ops = [op for op in ancestors(updates_of_tower) if op in own]
+        ops = [op for op in ancestors(updates_of_tower) if op in own and op not in needed]
         writers = {}
         for op in ops:
             variable = written_variable(op)
@@ -111,49 +113,19 @@ def _order(replicas, updates):
                                  "policy 'first' or 'last'." % op.name)
             if variable is not None:
                 writers.setdefault(variable.name, []).append(op)
-                if op in needed and variable.name in last_writers:
-                    raise ValueError(
-                        "The updates of %r can't run one tower after the other: the outputs of tower %d wait for %r. Use "
-                        "the policy 'first' or 'last'." % (variable.name, tower.context.index, op.name))
         earlier = {name: last_writers[name] for name in writers if name in last_writers}
         before = ancestors([op for ops_of_variable in earlier.values() for op in ops_of_variable])
         for op in ops:
             if op in before and _reads(op, earlier):
                 raise ValueError("The updates of the towers can't run one after the other: an earlier tower's update waits "
                                  "for %r. Use the policy 'first' or 'last'." % op.name)
-            if op not in needed:
-                _read_after(op, earlier, set(ops) - needed)
+            read_after(op, earlier, set(ops))
         last_writers.update(writers)
 
 
 def _reads(op, variables):
     sources = [tensor.op for tensor in op.inputs]
-    return any(source.name in variables or (source.type in _READS and source.inputs[0].op.name in variables)
-               for source in sources)
-
-
-def _read_after(op, earlier, movable):
-    """Moves what `op` reads of variables behind the writes `earlier`, a dict from a variable's op name to ops."""
-    written = written_variable(op)
-    if written is not None and written.name in earlier:
-        run_after(op, earlier[written.name])
-    for index, tensor in enumerate(op.inputs):
-        source = tensor.op
-        if source.name in earlier and written is None:  # reads the variable itself
-            run_after(op, earlier[source.name])
-        elif source not in movable and source.type in _READS and source.inputs[0].op.name in earlier:
-            # A ref variable has one read op, shared by all: this update gets a read of its own.
-            with tf.device(source.device), tf.control_dependencies(earlier[source.inputs[0].op.name]):
-                rewire(op, index, _read(source))
-
-
-_READS = ("Identity", "ReadVariableOp")
-
-
-def _read(source):
-    if source.type == "ReadVariableOp":
-        return tf.raw_ops.ReadVariableOp(resource=source.inputs[0], dtype=source.outputs[0].dtype)
-    return tf.identity(source.inputs[0])
+    return any(source.name in variables or source.type in READS and source.inputs[0].op.name in variables for source in sources)
 
 
 def _warn_of_unreached(tower):

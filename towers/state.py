@@ -1,0 +1,357 @@
+"""What model functions write into variables while they compute, made to happen as in one tower.
+
+A write whose value depends on no data of its tower is the same in every tower: tower 0's is the one that runs, once a step, and
+all towers read what tower 0 read. Writes of a tower's own data run in the order of the towers, each upon what the one before
+wrote, and a warning says so, since one tower would write something else. What outputs are made of reads a variable where it did
+in tower 0: what was read before the write there is read before any tower's write. Updates of a tower's own data in
+`tf.GraphKeys.UPDATE_OPS` are left to the policy of `towers.collect_update_ops`; they too write after all such reads.
+"""
+import warnings
+
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import TowerMismatchError, control_flow_now, control_flow_of, rewire, run_after, wait_only_for
+from towers.functions import Functions
+from towers.graph_walk import ancestors, is_ref, is_variable, reads_of, writes_of
+from towers.twins import find_twins
+
+__all__ = ["READS", "read_after", "settle_state"]
+
+READS = ("Identity", "ReadVariableOp")
+# Reads of a few rows of what may be large: not worth a copy of all of it.
+_OF_ROWS = ("Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd")
+
+
+def settle_state(towers, batches, collections):
+    """Makes the towers' writes of variables happen as in one tower, and returns the towers with what stands for their outputs.
+
+    Args:
+      towers: list of `towers.builder.Tower`, all built.
+      batches: list over towers of what each model function was called with, nested structures.
+      collections: list over towers of dicts from keys to what the tower added to the graph's collections.
+
+    Returns:
+      A list of `towers.builder.Tower`. Of an update that is the same in all of them, tower 0's is among the shared ones.
+
+    Raises:
+      TowerMismatchError: (a ValueError) where towers write a variable another number of times.
+      ValueError: where towers can't write one after the other, because they meet between two writes of one variable.
+
+    Warns:
+      UserWarning: where an output waits for a write of a tower's own data.
+    """
+    writes = [writes_of(tower.ops) for tower in towers]
+    if not any(writes):
+        return towers
+    aggregated = towers[0].context.meetings.aggregated()
+    views = [_View(*each, aggregated) for each in zip(towers, _own(batches), collections, writes)]
+    state = _State(views)
+    for variable in state.variables:
+        state.settle(variable)
+    return state.result()
+
+
+def _own(batches):
+    """Returns what of each tower's batch is not given to all of them, a list of sets of (op, number of the output)."""
+    leaves = [[_end(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)] for batch in batches]
+    return [{leaf for leaf in of_tower if not all(leaf in of_other for of_other in leaves)} for of_tower in leaves]
+
+
+def _end(tensor):
+    return tensor.op, getattr(tensor, "value_index", 0)
+
+
+class _View:
+    """What of a tower concerns its writes."""
+
+    def __init__(self, tower, batch, added, writes, aggregated):
+        self.tower, self.batch = tower, batch
+        self.ops = [op for op in tower.ops if op not in aggregated]
+        self.made = set(self.ops)
+        self.outputs = [leaf for leaf in tf.nest.flatten(tower.outputs, expand_composites=True) if _op(leaf) is not None]
+        self.needed = ancestors(self.outputs, within=self.made)
+        items = [item for of_key in added.values() for item in of_key if _op(item) is not None and not is_variable(item)]
+        reached = self.needed | ancestors(items, within=self.made)
+        self.writes = {op: variables for op, variables in writes.items() if op in reached and op in self.made}
+        self._waiting = None
+
+    def writes_to(self, variable):
+        """Returns the ops that write a variable, in the order in which they were made."""
+        return [op for op, variables in self.writes.items() if variable in variables]
+
+    def waiting(self, op):
+        """Returns the tower's ops that wait for an op by a control dependency."""
+        if self._waiting is None:
+            self._waiting = {}
+            for waiting in self.ops:
+                for earlier in waiting.control_inputs:
+                    self._waiting.setdefault(earlier, []).append(waiting)
+        return self._waiting.get(op, [])
+
+    def results(self, op):
+        """Returns the op itself, or where it stands in a tf.cond or loop what comes of it outside."""
+        outer, found, seen, stack = control_flow_now(op.graph), [], set(), [op]
+        while stack:
+            op = stack.pop()
+            if op in seen:
+                continue
+            seen.add(op)
+            if control_flow_of(op) is outer:
+                found.append(op)
+            else:
+                stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
+                stack.extend(self.waiting(op))
+        return sorted(found, key=lambda result: result.name)
+
+    def uses(self, variable):
+        """Returns how what the outputs need reads a variable: pairs of an op and the number of an input.
+
+        Of a resource variable it is the op that reads it, and None. What is read of a ref variable may be its own memory, so
+        there it is what takes that.
+        """
+        found = []
+        for read in reads_of(variable):
+            if not is_ref(variable.outputs[0]):
+                found.append((read, None))
+            else:
+                tensors = read.outputs if read.type in READS else []
+                found += [(op, i) for tensor in tensors for op in tensor.consumers()
+                          for i, taken in enumerate(op.inputs) if taken is tensor]
+                found += [(read, i) for i, taken in enumerate(read.inputs) if not tensors and is_ref(taken)]
+        return [use for use in found if use[0] in self.needed and use[0] not in self.writes]
+
+
+def _op(item):
+    op = getattr(item, "op", item)
+    return op if isinstance(op, tf.Operation) else None
+
+
+class _State:
+    """The towers' variables that are written, settled one after the other."""
+
+    def __init__(self, views):
+        self._views, self._first = views, views[0]
+        self.variables = list(dict.fromkeys(v for view in views for variables in view.writes.values() for v in variables))
+        self._writes = {op for view in views for op in view.writes}
+        self._twins = self._find_twins()
+        self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
+
+    def _find_twins(self):
+        """Returns a dict from ops of later towers to tower 0's, of all that concerns writes of no tower's own data."""
+        functions, found = Functions(tf.get_default_graph()), {}
+        shareable = [v for v in self.variables if not any(
+            _takes_of_batch(op, view) for view in self._views for op in view.writes_to(v))]
+        of_views = []
+        for view in self._views if shareable else ():
+            wanted = [op for v in shareable for op in self._results_and_reads(v, view)]
+            needed = ancestors(wanted, within=view.made)
+            of_views.append([op for op in view.ops if op in needed])
+        for ops in of_views[1:]:
+            found.update(find_twins(of_views[0], ops, functions, self._writes))
+        return found
+
+    def _results_and_reads(self, variable, view):
+        results = [result for op in view.writes_to(variable) for result in view.results(op)]
+        return results + [use for use, _ in view.uses(variable) if use.type in READS + _OF_ROWS]
+
+    def settle(self, variable):
+        writes = [view.writes_to(variable) for view in self._views]
+        later = [of_tower for of_tower in writes[1:] if of_tower]
+        if any(len(of_tower) != len(writes[0]) for of_tower in later):
+            raise TowerMismatchError(
+                "The towers write the variable %r another number of times each: %s. Write it alike in every tower, or in tower 0 "
+                "alone." % (variable.name, ", ".join(str(len(of_tower)) for of_tower in writes)))
+        if self._share(variable, writes):
+            self._protect(variable, writes[0])
+            return
+        if later and any(op in view.needed for view, of_tower in zip(self._views, writes) for op in of_tower):
+            self._run_in_order(variable, writes)
+            _warn(variable, writes[-1][0])
+        self._protect(variable, [op for of_tower in writes for op in of_tower])
+
+    def _share(self, variable, writes):
+        """Lets tower 0's writes stand for all if they are the same in all towers; tells whether they are."""
+        for view, of_tower in zip(self._views[1:], writes[1:]):
+            if not all(result in self._twins for op in of_tower for result in view.results(op)):
+                return False
+        for view in self._views[1:]:
+            for op in self._results_and_reads(variable, view):
+                if op in self._twins and control_flow_of(op) is control_flow_now(op.graph):
+                    _replace(op, self._twins[op], view)
+                    self._stands_for[op] = self._twins[op]
+        return True
+
+    def _run_in_order(self, variable, writes):
+        """Makes the towers write one after the other, each upon what the one before wrote."""
+        earlier, last = {}, writes[-1][-1]
+        for view, of_tower in zip(self._views, writes):
+            direct = ancestors(view.outputs, within=view.made, stop=of_tower)
+            if earlier:
+                within = ancestors(of_tower, within=view.made) - direct
+                for op in within:
+                    read_after(op, earlier, within)
+                for op in of_tower:
+                    if op in ancestors(earlier[variable.name]):
+                        raise ValueError(
+                            "The towers can't write the variable %r one after the other: they meet between %r and an earlier "
+                            "tower's write. Write it once in a model function, or compute it of all towers' data."
+                            % (variable.name, op.name))
+                    _run_after(op, earlier[variable.name], view)
+            if len(of_tower) == 1:
+                self._read_after_all(variable, of_tower[0], last, view, direct)
+            earlier = {variable.name: [result for op in of_tower for result in view.results(op)]}
+
+    def _read_after_all(self, variable, write, last, view, direct):
+        """Lets what reads a variable after its tower's write read it after the last tower's."""
+        if write is last or control_flow_of(last) is not control_flow_now(last.graph):
+            return
+        before_last = ancestors([last])
+        for op, _ in view.uses(variable):
+            if op not in before_last and write in ancestors([op], within=view.made):
+                _run_after(op, [last], view)
+        for tensor, of_last in zip(write.outputs, last.outputs):
+            for op in tensor.consumers():
+                if op in direct and op not in before_last:
+                    for index, taken in enumerate(op.inputs):
+                        if taken is tensor:
+                            rewire(op, index, of_last)
+
+    def _protect(self, variable, writes):
+        """Makes writes wait for what reads the variable before them, in every tower."""
+        uses = [(view, *use) for view in self._views for use in view.uses(variable)]
+        if not uses or not writes:
+            return
+        after = {use for view, use, _ in uses if ancestors(view.results(use)).intersection(writes)}
+        snapshot = None
+        for view, use, index in uses:
+            if use in after or use in self._stands_for:
+                continue
+            if index is not None and use.type not in _OF_ROWS and control_flow_of(use) is control_flow_now(use.graph):
+                snapshot = _copy(variable) if snapshot is None else snapshot
+                rewire(use, index, snapshot)
+            else:
+                results = view.results(use)
+                for write in writes:
+                    _run_after(write, [result for result in results if result is not write], self._view_of(write))
+        if snapshot is not None:
+            for write in writes:
+                _run_after(write, [snapshot.op], self._view_of(write))
+
+    def _view_of(self, op):
+        return next(view for view in self._views if op in view.made)
+
+    def result(self):
+        """Returns the towers with what stands for their outputs and updates now, and replaces what stands in collections."""
+        graph, first = tf.get_default_graph(), self._first
+        for key in graph.collections if self._stands_for else ():
+            if isinstance(key, str):
+                items = graph.get_collection_ref(key)
+                items[:] = self._without_twins(items)
+        shared, same = first.tower.context.shared_updates, set(self._stands_for.values())
+        for update in first.tower.update_ops:
+            reached = ancestors([update], within=first.made).intersection(first.writes)
+            if reached and reached <= same and not any(update is item for item in shared):
+                shared.append(update)
+        return [view.tower._replace(
+            outputs=tf.nest.map_structure(self._stand_in, view.tower.outputs, expand_composites=True),
+            loss=self._stand_in(view.tower.loss), update_ops=self._without_twins(view.tower.update_ops)) for view in self._views]
+
+    def _without_twins(self, items):
+        return [item for item in items if is_variable(item) or _op(item) not in self._stands_for]
+
+    def _stand_in(self, item):
+        twin = None if item is None or is_variable(item) else self._stands_for.get(_op(item))
+        if twin is None or isinstance(item, tf.Operation):
+            return item if twin is None else twin
+        return twin.outputs[item.value_index] if isinstance(item, tf.Tensor) else _read_of(twin)
+
+
+def _takes_of_batch(op, view):
+    """Tells whether a write takes what comes of a tower's own batch, as far as a quick look goes."""
+    seen, stack = set(), [op]
+    while stack:
+        op = stack.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        for tensor in op.inputs:
+            if _end(tensor) in view.batch:
+                return True
+            if tensor.op in view.made and tensor.op.type != "IdentityN":
+                stack.append(tensor.op)
+    return False
+
+
+def _replace(op, twin, view):
+    """Lets all that takes what an op of a later tower gives, or waits for it, take and wait for its twin."""
+    for tensor, of_twin in zip(op.outputs, twin.outputs):
+        for consumer in tensor.consumers():
+            for index, taken in enumerate(consumer.inputs):
+                if taken is tensor:
+                    rewire(consumer, index, of_twin)
+    for waiting in view.waiting(op):
+        wait_only_for(waiting, [twin if earlier is op else earlier for earlier in waiting.control_inputs])
+
+
+def _run_after(op, earlier, view):
+    """Makes an op wait for others; one inside a loop by what enters the loop."""
+    flow, outer = control_flow_of(op), control_flow_now(op.graph)
+    ops = [op]
+    while flow is not None and flow is not outer:
+        entries = [each for each in view.ops if each.type in ("Enter", "RefEnter") and control_flow_of(each) is flow]
+        ops, flow = entries or ops, flow.outer_context
+    for each in ops:
+        run_after(each, [other for other in earlier if other not in each.control_inputs])
+
+
+def _copy(variable):
+    """Returns a copy of what a ref variable holds before anyone writes it: what is read of it may be its own memory."""
+    graph = variable.graph
+    with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device), tf.control_dependencies(None):
+        with graph.gradient_override_map({"DeepCopy": "TowersCopy"}), tf.name_scope(variable.name + "/before_writes/"):
+            return tf.raw_ops.DeepCopy(x=variable.outputs[0])
+
+
+@tf.RegisterGradient("TowersCopy")
+def _hand_on(_, dy):
+    return dy
+
+
+def read_after(op, earlier, movable):
+    """Moves what an op reads of variables, and its own write of one, behind earlier writes.
+
+    Args:
+      op: operation.
+      earlier: dict from names of variables' ops to lists of ops that wrote them.
+      movable: set of operations that are moved themselves, so that what they read stays theirs.
+    """
+    for index, tensor in enumerate(op.inputs):
+        source = tensor.op
+        if source.name in earlier:
+            run_after(op, earlier[source.name])  # reads or writes the variable itself
+        elif source not in movable and source.type in READS and source.inputs[0].op.name in earlier:
+            # A ref variable has one read op, shared by all: this op gets a read of its own.
+            with tf.device(source.device), tf.control_dependencies(earlier[source.inputs[0].op.name]):
+                rewire(op, index, _read(source))
+
+
+def _read_of(write):
+    """Returns what a resource variable holds after a write."""
+    with tf.control_dependencies([write]):
+        return tf.raw_ops.ReadVariableOp(resource=write.inputs[0], dtype=tf.as_dtype(write.get_attr("dtype")))
+
+
+def _read(source):
+    if source.type == "ReadVariableOp":
+        return tf.raw_ops.ReadVariableOp(resource=source.inputs[0], dtype=source.outputs[0].dtype)
+    return tf.identity(source.inputs[0])
+
+
+def _warn(variable, write):
+    if any(variable is _op(metric) for metric in tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)):
+        return  # sums and counts of examples, by TensorFlow's own definition
+    warnings.warn(
+        "Each tower writes the variable %r by what it computed of its own batch (%r in the last one), and the outputs wait for "
+        "it. The towers write it one after the other, in their order, which may not be what one tower would write on the whole "
+        "batch. To make it exact, compute it of all towers' data, towers.all_gather(...) first; or hand an update that is the "
+        "same in all towers to towers.current_tower().add_update(op, shared=True)." % (variable.name, write.name), stacklevel=5)

@@ -1,0 +1,87 @@
+"""Which ops of a later tower compute the very values that ops of tower 0 do.
+
+The twin of an op has its type, attributes and inputs: the same tensors from outside of the towers, the aggregates of exchanges
+among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
+in one tower is the twin of the first in the other.
+"""
+from towers.exchange import control_flow_of
+from towers.graph_walk import is_ref
+
+__all__ = ["find_twins"]
+
+_SAME_VALUE = frozenset(["Identity", "IdentityN", "StopGradient", "PreventGradient"])
+_NEXT = frozenset(["NextIteration", "RefNextIteration"])
+_ENTER = frozenset(["Enter", "RefEnter"])
+_STATE = frozenset(["VarHandleOp", "Variable", "VariableV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
+
+
+def find_twins(first, other, functions, writes):
+    """Finds the twins of a later tower's ops.
+
+    Args:
+      first, other: lists of operations of tower 0 and of the later tower, in the order in which they were made, with all that
+        they depend on of their tower.
+      functions: `towers.functions.Functions`.
+      writes: set of operations that write variables, of both towers.
+
+    Returns:
+      A dict from ops of the later tower to ops of tower 0.
+    """
+    of_first = {}  # what an op is -> the ops of tower 0 that are
+
+    def own_name(op, what, _):
+        known = of_first.setdefault(what, [])
+        if not known or _has_its_time(op, writes):
+            known.append(op)
+            return op
+        return known[0]
+
+    def name_of_twin(op, what, turn):
+        known = of_first.get(what)
+        return known and known[min(turn, len(known) - 1)]
+
+    _name(first, own_name, functions, writes)
+    return _name(other, name_of_twin, functions, writes)
+
+
+def _name(ops, choose, functions, writes):
+    """Names ops by ops of tower 0 that compute the same, those that can be: a dict."""
+    own, names, turns, found_more = set(ops), {}, {}, True
+    while found_more:  # once more for loops, whose ops are made in a circle
+        found_more = False
+        for op in ops:
+            what = None if op in names else _what(op, own, names, functions, writes, ops)
+            if what is not None:
+                turn = turns[what] = turns.get(what, -1) + 1
+                name = choose(op, what, turn)
+                if name is not None:
+                    names[op] = name
+                    found_more = True
+    return names
+
+
+def _has_its_time(op, writes):
+    """Tells whether two ops of one kind, of the same inputs, may compute different things."""
+    return op in writes or op.type in _STATE or any(is_ref(tensor) for tensor in op.inputs)
+
+
+def _what(op, own, names, functions, writes, ops):
+    """Returns what an op is, a hashable in terms of tower 0 and of what stands outside; None where that is not known."""
+    if op not in writes and op.op_def.is_stateful and op.type not in _STATE:
+        return None
+    inputs = []
+    for tensor in op.inputs:
+        if tensor.op.type in _NEXT:  # the loop's body is made of what enters it
+            inputs.extend((enter, 0) for enter in ops if enter.type in _ENTER and control_flow_of(enter) is control_flow_of(op))
+        else:
+            inputs.append(_source(tensor))
+    if any(source in own and source not in names for source, _ in inputs):
+        return None
+    return op.type, functions.attributes(op.node_def), tuple((names.get(source, source), i) for source, i in inputs)
+
+
+def _source(tensor):
+    """Goes back through ops that hand on a value; not through the reads of a variable, of which each has its time."""
+    while tensor.op.type in _SAME_VALUE and not is_ref(tensor.op.inputs[tensor.value_index]):
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor.op, tensor.value_index
