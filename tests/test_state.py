@@ -110,6 +110,8 @@ def test_collected_update_that_is_the_same_in_all_towers_runs_once_under_every_p
 
 @pytest.mark.parametrize("late", [False, True])
 def test_spectral_normalization_in_a_cond_trains_as_one_batch(late, resource):
+    if not resource and tf.control_flow_v2_enabled():
+        pytest.skip("control flow 2 assigns to no ref variable")
     assert_equals_one_batch(spectral_model(in_cond, resource, late=late), (X,), 3)
 
 
