@@ -79,9 +79,7 @@ def convert_model(model_fn, only=None):
         raise TypeError("model_fn has to be a model function, not %r." % (model_fn,))
     if only is not None and not callable(only):
         only = _search(only)
-    # Of tower 0: whether each batch norm is converted, since Keras numbers its layers on through the towers; and which ops
-    # write the averages, by the names of variables.
-    chosen, writers = [], {}
+    chosen = []  # of tower 0, whether each batch norm is converted: Keras numbers its layers on through the towers
 
     def converted(*args, **kwargs):
         tower = current_tower()
@@ -91,7 +89,6 @@ def convert_model(model_fn, only=None):
         outputs = model_fn(*args, **kwargs)
         found, scopes = _find(added, batch, outputs, only, tower)
         if tower.is_first:
-            writers.clear()
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
             _check_chosen(chosen, scopes)
         elif len(found) != len(chosen):
@@ -108,7 +105,7 @@ def convert_model(model_fn, only=None):
         if tower.num_towers == 1:
             remember_unreplaced(found, scopes, statistics, tower)
             return outputs
-        replacement = Replacement(added, statistics, tower, writers)
+        replacement = Replacement(added, statistics, tower)
         for index, (batch_norm, scope) in enumerate(zip(found, scopes)):
             replacement.replace(batch_norm, index, scope)
         return replacement.finish(outputs)

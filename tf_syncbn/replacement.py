@@ -7,7 +7,7 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import branch_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for
+from towers.exchange import branch_of, rewire, wait_only_for
 from towers.graph_walk import ancestors, written_variable, written_variables
 from tf_syncbn.dependence import find_updates
 from tf_syncbn.detection import is_fused, outside_of_branch
@@ -89,11 +89,10 @@ class Replacement:
       added: `Added`, what the tower's model function made.
       statistics: from `find_statistics`, of the batch norms to replace.
       tower: `TowerContext`.
-      writers: dict from names of variables to the ops of tower 0 that update them, filled there and used in later towers.
     """
 
-    def __init__(self, added, statistics, tower, writers):
-        self._added, self._statistics, self._tower, self._writers = added, statistics, tower, writers
+    def __init__(self, added, statistics, tower):
+        self._added, self._statistics, self._tower = added, statistics, tower
         self._made = added.ops()
         self._updates = find_updates(self._made, statistics)
         self._replaced = {}  # name of a tensor -> the tensor that stands for it now
@@ -171,7 +170,6 @@ class Replacement:
             self._share_updates()
         else:
             self._drop_updates(outputs)
-            self._read_before_updates(outputs)
         return outputs
 
     def _now(self, item):
@@ -185,10 +183,6 @@ class Replacement:
             op = _op(item)
             of_group = [c for c in op.control_inputs if c in self._updates] if op.type == "NoOp" else []
             self._tower.shared_updates.extend([item] if op in self._updates else of_group)
-        for op in self._made:
-            if op in self._updates:
-                for variable in written_variables(op):
-                    self._writers.setdefault(variable.name, []).append(op)
 
     def _drop_updates(self, outputs):
         """Takes this tower's updates out of collections, and lets nothing wait for them: tower 0 makes them."""
@@ -202,27 +196,6 @@ class Replacement:
                                  % self._tower.relative(op.name))
             if op not in self._updates and any(c in self._updates for c in op.control_inputs):
                 wait_only_for(op, [c for c in op.control_inputs if c not in self._updates])
-
-    def _read_before_updates(self, outputs):
-        """Lets tower 0's updates wait until this tower has read the averages too, as batch renormalization does."""
-        for op in self._added.needed(outputs):
-            if op in self._statistics and op not in self._updates:
-                for tensor in op.inputs:
-                    source = tensor.op.inputs[0].op if tensor.op.type in ("Identity", "ReadVariableOp") else tensor.op
-                    for writer in self._writers.get(source.name, ()):
-                        run_after(writer, [result for result in _results(op) if result not in self._updates])
-
-
-def _results(op):
-    """Returns the op itself, or where it stands inside a tf.cond what comes of it outside."""
-    outer, found, stack = control_flow_now(op.graph), set(), [op]
-    while stack:
-        op = stack.pop()
-        if control_flow_of(op) is outer:
-            found.add(op)
-        else:
-            stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
-    return sorted(found, key=lambda result: result.name)
 
 
 def _batch_moments(op, whole):
