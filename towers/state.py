@@ -221,16 +221,16 @@ class _State:
         uses = [(view, *use) for view in self._views for use in view.uses(variable)]
         if not uses or not writes:
             return
-        after = {use for view, use, _ in uses if ancestors(view.results(use)).intersection(writes)}
-        snapshot = None
+        snapshot, outer = None, control_flow_now(variable.graph)
         for view, use, index in uses:
-            if use in after or use in self._stands_for:
+            copied = index is not None and use.type not in _OF_ROWS and control_flow_of(use.inputs[index].op) is outer
+            results = [use] if copied else view.results(use)
+            if use in self._stands_for or ancestors(results).intersection(writes):
                 continue
-            if index is not None and use.type not in _OF_ROWS and control_flow_of(use) is control_flow_now(use.graph):
+            if copied:
                 snapshot = _copy(variable) if snapshot is None else snapshot
                 rewire(use, index, snapshot)
             else:
-                results = view.results(use)
                 for write in writes:
                     _run_after(write, [result for result in results if result is not write], self._view_of(write))
         if snapshot is not None:
