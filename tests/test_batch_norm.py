@@ -579,7 +579,7 @@ def test_layers_on_this_machines_own_device_equal_numpy(shape, axis, dtype):
     def frozen(x):
         return tf_syncbn.sync_batch_norm(x, axis, epsilon=EPSILON, training=False, name="frozen")
 
-    device = towers.TowerBuilder().devices[0]
+    device = towers.find_devices()[0]
     replicas = towers.TowerBuilder([device] * 2).build(model, (tf.constant(-x), tf.constant(dy)))
     with tf.device(device):
         unchanged = frozen(tf.constant(x))

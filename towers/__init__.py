@@ -16,7 +16,7 @@ from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.exchange import TowerMismatchError, exchange
 from towers.gradients import average_gradients, compute_gradients
-from towers.placement import session_config
+from towers.placement import find_devices, session_config
 from towers.training import minimize
 from towers.update_ops import collect_update_ops
 from towers.version import __version__
@@ -36,6 +36,7 @@ __all__ = [
     "compute_gradients",
     "current_tower",
     "exchange",
+    "find_devices",
     "may_differ",
     "minimize",
     "session_config",

@@ -13,7 +13,8 @@ from towers.context import TowerContext, current_tower, enter_tower
 from towers.exchange import Meetings, TowerMismatchError
 from towers.graph_collections import TowerCollections
 from towers.likeness import check_alike
-from towers.placement import HOST, check_device, check_devices, find_devices, tower_device_function, variable_device
+from towers.placement import (HOST, check_device, check_devices, find_devices, name_the_cure, tower_device_function,
+                              variable_device, warn_of_absent_devices)
 from towers.sharing import VariableSharing
 from towers.state import settle_state
 
@@ -103,7 +104,7 @@ class TowerBuilder:
 
     Args:
       devices: list of str, one tower each, a device as often as wanted: `["/gpu:0", "/gpu:1"]`. None is every local GPU,
-        or one tower on the CPU where there is none.
+        or one tower on the CPU where there is none, with a warning.
       aggregation_device: str, where towers meet and gradients are averaged. None is the first tower's device.
       variable_placement: "host", the CPU's memory, or "first", the first tower's device.
 
@@ -114,6 +115,14 @@ class TowerBuilder:
 
     Raises:
       TypeError, ValueError: for devices or a placement that are none.
+
+    Warns:
+      UserWarning: if `devices` is None and there is no GPU, or if it names GPUs that this machine lacks, which TensorFlow would
+        replace by the CPU in silence. Devices of a job or task are not looked for.
+
+    Every Session of the graph has to be made by `towers.session_config(builder.devices)`: another one lacks the devices that
+    CPU towers stand on, and TensorFlow's error ("Cannot assign a device for operation") then names an op called
+    `make_the_Session_by_towers.session_config`, which the build adds for this.
 
     Example:
 
@@ -126,6 +135,7 @@ class TowerBuilder:
         self.devices = find_devices() if devices is None else check_devices(devices)
         self.aggregation_device = check_device(aggregation_device or self.devices[0])
         self.variables_device = variable_device(variable_placement, self.devices)
+        warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
 
     def build(self, model_fn, batch, training=True, alike=True):
         """Builds one tower for each device.
@@ -158,6 +168,7 @@ class TowerBuilder:
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
         """
         _check_call(model_fn)
+        name_the_cure(self.devices + [self.aggregation_device])
         batches = self._divide(batch)
         build = _Build(self, training)
         with build.collections.restored_if_it_fails():

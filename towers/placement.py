@@ -1,11 +1,17 @@
 """On which devices towers, their variables and their meeting point stand.
 
-Devices are found without starting a runtime that takes the GPUs' memory, and nothing here makes graph or Session.
+Devices are found without starting a runtime that takes the GPUs' memory, and nothing here makes a Session.
 """
+import re
+import warnings
+
 import tensorflow.compat.v1 as tf
 
 __all__ = ["find_devices", "session_config"]
 
+# TensorFlow's own kinds; those of plug-ins are known where they are installed.
+_KINDS = frozenset(["CPU", "GPU", "TPU", "TPU_SYSTEM", "XLA_CPU", "XLA_GPU"])
+_NUMBER = re.compile(r"\*|0|[1-9][0-9]*")
 _VARIABLE_OPS = frozenset(["Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp", "VarIsInitializedOp"])
 HOST = "/cpu:0"
 
@@ -48,7 +54,72 @@ def check_device(device):
         raise ValueError("%r is no device name; '/gpu:0' and '/cpu:0' are." % device) from error
     if not parsed.device_type or not device.startswith("/"):
         raise ValueError("%r names no device; '/gpu:0' and '/cpu:0' do." % device)
+    # TensorFlow takes -1 and 01 for numbers, and fails when it places the op.
+    for part in device[1:].split("/"):
+        kind, *fields = part.split(":")
+        if fields and kind != "job" and not _NUMBER.fullmatch(fields[-1]):
+            raise ValueError("%r is no device name: %r is no number of a device or task, which count from 0."
+                             % (device, fields[-1]))
+    if parsed.job is None and parsed.device_type not in _KINDS:
+        there = {found.device_type for found in tf.config.experimental.list_physical_devices()}
+        if parsed.device_type not in there:
+            raise ValueError("%r is no device: TensorFlow knows no kind %r here; '/gpu:0' and '/cpu:0' are devices."
+                             % (device, parsed.device_type))
     return device
+
+
+def warn_of_absent_devices(given, devices):
+    """Warns where towers will not stand on the GPUs that were meant: TensorFlow itself moves them to the CPU in silence.
+
+    Args:
+      given: what `TowerBuilder` was given as its devices, or None.
+      devices: list of str, where towers stand and meet. What names a job or task is another machine's, and not looked for.
+
+    Warns:
+      UserWarning: if `given` is None and there is no GPU, or if `devices` names GPUs that this machine lacks.
+    """
+    if given is None and devices[0] == HOST:
+        warnings.warn("TowerBuilder was given no devices and TensorFlow sees no GPU, so there is one tower, on the CPU. If that "
+                      "is meant, say devices=[\"/cpu:0\"]; else see that this TensorFlow is built for GPUs and that "
+                      "CUDA_VISIBLE_DEVICES shows them.", stacklevel=3)
+    specs = {device: tf.DeviceSpec.from_string(device) for device in devices}
+    gpus = {device: spec.device_index or 0 for device, spec in specs.items()
+            if spec.device_type == "GPU" and spec.job is None and spec.task is None}
+    if not gpus:
+        return
+    # A GPU may be divided into several that TensorFlow counts apart.
+    there = sum(len(tf.config.experimental.get_virtual_device_configuration(gpu) or [gpu])
+                for gpu in tf.config.experimental.list_physical_devices("GPU"))
+    absent = sorted(device for device, index in gpus.items() if index >= there)
+    if absent:
+        warnings.warn("TowerBuilder was given %s, and TensorFlow sees %s on this machine: what stands there will run on the "
+                      "CPU. Name devices that exist, [\"/cpu:0\", \"/cpu:1\"] say; or see that this TensorFlow is built for "
+                      "GPUs and that CUDA_VISIBLE_DEVICES shows them. A graph for another machine may say so, as in "
+                      "\"/job:worker/task:0/gpu:0\", or be built with this warning ignored."
+                      % (", ".join(map(repr, absent)), "%d GPU%s" % (there, "" if there == 1 else "s") if there else "no GPU"),
+                      stacklevel=3)
+
+
+def name_the_cure(devices):
+    """Adds ops that do nothing, which TensorFlow's own error names where a Session lacks the devices of towers.
+
+    A Session places all ops of the graph, in their order, when it runs for the first time, and names the first that stands
+    on a device which it lacks. So this comes before any op of a tower. Nothing waits for these ops and none ever runs.
+
+    Args:
+      devices: list of str, the towers' devices.
+    """
+    graph, last = tf.get_default_graph(), {}
+    for spec in sorted(map(tf.DeviceSpec.from_string, devices), key=lambda spec: spec.device_index or 0):
+        if spec.job is None and spec.task is None and (spec.device_type, spec.device_index or 0) != ("CPU", 0):
+            last[spec.device_type] = spec  # a Session that has the one of the highest number has them all
+    for kind, spec in sorted(last.items()):
+        name = "make_the_Session_by_towers.session_config/%s_%d" % (kind.lower(), spec.device_index or 0)
+        try:
+            graph.get_operation_by_name(name)
+        except KeyError:
+            with tf.name_scope(None), tf.control_dependencies(None), tf.device(spec.to_string()):
+                tf.no_op(name)
 
 
 def variable_device(placement, devices):

@@ -90,7 +90,7 @@ def load_data(settings):
 
 def tower_devices(num_towers):
     """Returns a device for each tower: the GPUs in turn, or as many CPU devices."""
-    gpus = [device for device in towers.TowerBuilder().devices if "gpu" in device]
+    gpus = [device for device in towers.find_devices() if "gpu" in device]
     return [gpus[i % len(gpus)] if gpus else "/cpu:%d" % i for i in range(num_towers)]
 
 
