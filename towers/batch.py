@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.placement import HOST
 
-__all__ = ["PerTower", "count_examples", "split_batch"]
+__all__ = ["PerTower", "check_batch", "count_examples", "split_batch"]
 
 
 class PerTower:
@@ -33,8 +33,9 @@ def split_batch(batch, num_towers):
 
     Raises:
       ValueError: for an unknown rank, sizes that disagree, nothing to split, or fewer examples than towers.
-      TypeError: for sparse and ragged tensors.
+      TypeError: for sparse and ragged tensors, and for a data set or iterator in place of what it hands out.
     """
+    check_batch(batch)
     with tf.device(HOST), tf.name_scope("split_batch"):
         leaves = [_to_tensor(leaf) for leaf in tf.nest.flatten(batch)]
         size = _batch_size(leaves, num_towers)
@@ -45,27 +46,75 @@ def split_batch(batch, num_towers):
     return [tf.nest.pack_sequence_as(batch, list(leaves_of_tower)) for leaves_of_tower in zip(*parts)]
 
 
-def count_examples(batch):
+def check_batch(batch):
+    """Raises TypeError where a batch holds a data set or an iterator, not the tensors that these hand out."""
+    for leaf in tf.nest.flatten(batch):
+        if hasattr(leaf, "element_spec") and hasattr(leaf, "batch"):  # of both versions of tf.data
+            raise TypeError("The batch holds a data set, %r: hand in the tensors of its next batch, "
+                            "tf.compat.v1.data.make_one_shot_iterator(dataset).get_next()." % (leaf,))
+        if hasattr(leaf, "get_next"):
+            raise TypeError("The batch holds an iterator, %r: hand in the tensors that its get_next() returns." % (leaf,))
+
+
+def count_examples(batch, tower):
     """Returns the number of examples in one tower's batch: the size along axis 0 of its tensors that have one.
 
+    Args:
+      batch: nested structure of tensors.
+      tower: int, the tower's number.
+
     Returns:
-      An int where it is known while the graph is built, else an int32 scalar tensor; None if there is no such tensor.
+      An int where it is known while the graph is built, else an int32 scalar tensor, which fails when it is run if the tensors
+      disagree in axis 0; None if no tensor has a size.
 
     Raises:
       ValueError: if the tensors disagree in axis 0, so that none of them tells.
     """
-    leaves = [leaf for leaf in tf.nest.flatten(batch) if tf.is_tensor(leaf) and tf.TensorShape(leaf.shape).rank != 0]
-    sizes = {tf.dimension_value(leaf.shape[0]) for leaf in leaves if tf.TensorShape(leaf.shape).rank} - {None}
-    if len(sizes) > 1:
+    leaves = [leaf for leaf in tf.nest.flatten(batch)
+              if (tf.is_tensor(leaf) or _is_ragged(leaf)) and tf.TensorShape(leaf.shape).rank != 0]
+    sizes = [tf.dimension_value(leaf.shape[0]) if tf.TensorShape(leaf.shape).rank else None for leaf in leaves]
+    known = set(sizes) - {None}
+    if len(known) > 1:
         raise ValueError("The tensors of a tower's batch have the sizes %s along axis 0, so its share of the global batch is "
-                         "unknown: return a \"weight\" from the model function." % sorted(sizes))
-    if sizes:
-        return sizes.pop()
+                         "unknown: return a \"weight\" from the model function." % sorted(known))
+    if None in sizes and len(leaves) > 1 and not _split_alike(leaves):
+        return _checked_size(leaves, tower)
+    if known:
+        return known.pop()
+    if leaves and _is_ragged(leaves[0]):
+        return tf.cast(leaves[0].nrows(), tf.int32)
     return tf.shape(leaves[0], out_type=tf.int32)[0] if leaves else None
 
 
+def _is_ragged(leaf):
+    return type(leaf).__name__ == "RaggedTensor"  # TensorFlow 1.15 does not count it among tensors
+
+
+def _split_alike(leaves):
+    """Tells whether `leaves` are parts of tensors that were split by the same sizes, which fails where these disagree."""
+    ops = [leaf.op for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    # A split into one part hands on what it gets, whatever the sizes.
+    return len(ops) == len(leaves) and all(op.type == "SplitV" and len(op.outputs) > 1 for op in ops) and len(
+        {(op.inputs[1].name, leaf.value_index) for op, leaf in zip(ops, leaves)}) == 1
+
+
+def _checked_size(leaves, tower):
+    names = ", ".join(getattr(leaf, "name", type(leaf).__name__) for leaf in leaves)
+    with tf.name_scope("batch_size"):
+        # Where a leaf's rank is unknown it may turn out to be a scalar, which has no size.
+        sizes = [leaf.nrows() if _is_ragged(leaf) else tf.shape(leaf) for leaf in leaves]
+        with tf.device(HOST):
+            sizes = tf.concat([tf.reshape(tf.cast(size, tf.int32), [-1])[:1] for size in sizes], 0)
+            check = tf.raw_ops.Assert(condition=tf.reduce_all(tf.equal(sizes, sizes[0])), summarize=len(leaves), data=[
+                "The tensors %s in the batch of tower %d disagree in size along axis 0, so its share of the global batch is "
+                "unknown: give them one size, or return a weight from the model function. Their sizes are"
+                % (names, tower), sizes])
+            with tf.control_dependencies([check]):
+                return tf.identity(sizes[0])
+
+
 def _to_tensor(leaf):
-    if isinstance(leaf, tf.SparseTensor) or type(leaf).__name__ == "RaggedTensor":
+    if isinstance(leaf, tf.SparseTensor) or _is_ragged(leaf):
         raise TypeError("%r can't be split over towers; divide it yourself and hand in towers.PerTower." % (leaf,))
     tensor = tf.convert_to_tensor(leaf)
     if tensor.shape.rank is None:

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.batch import PerTower, count_examples, split_batch
+from towers.batch import PerTower, check_batch, split_batch
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.exchange import Meetings, TowerMismatchError
 from towers.graph_collections import TowerCollections
 from towers.likeness import check_alike
 from towers.placement import (HOST, check_device, check_devices, find_devices, name_the_cure, tower_device_function,
                               variable_device, warn_of_absent_devices)
+from towers.shares import count, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
 
@@ -149,9 +150,10 @@ class TowerBuilder:
         Args:
           model_fn: a function of the tower's batch. Returns its scalar loss, a mean over its examples; or a dict with a
             "loss" and anything else; or any structure of tensors, if there is nothing to train. A "weight" in the dict,
-            a scalar, replaces the number of examples as the tower's share: the number of valid pixels, say. Where it may
-            be 0 in a tower that has examples, let the loss be finite there (`tf.div_no_nan`): the derivative of 0 / 0 is
-            NaN, and reaches every tower that this one meets.
+            a scalar, replaces the number of examples as the tower's share: the number of valid pixels, say. It is finite
+            and 0 or more, else its tower is named, now or when it runs. Where it may be 0 in a tower that has examples, let
+            the loss be finite there (`tf.div_no_nan`): the derivative of 0 / 0 is NaN, and reaches every tower that this one
+            meets.
           batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or
             `towers.PerTower`; or a function of the tower's `TowerContext` that makes its batch, on the host's CPU. A
             tuple reaches `model_fn` as positional arguments, anything else as its one argument.
@@ -174,7 +176,7 @@ class TowerBuilder:
         with build.collections.restored_if_it_fails():
             towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
             _check_outputs(towers)
-            weights = _shares([tower.weight for tower in towers], self.aggregation_device)
+            weights = shares([tower.weight for tower in towers], self.aggregation_device)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)
@@ -223,7 +225,7 @@ class _Build:
                     outputs = model_fn(*args)
         self._meetings.check_complete(index)
         self.added.append(added)
-        return Tower(context, outputs, _loss_of(outputs, index), _count(outputs, args), added.get(tf.GraphKeys.UPDATE_OPS, []),
+        return Tower(context, outputs, _loss_of(outputs, index), count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, []),
                      graph.get_operations()[first_op:])
 
 
@@ -243,19 +245,11 @@ def _arguments(batch, context):
     if callable(batch):
         with tf.device(HOST), tf.name_scope("batch"):
             batch = batch(context)
+    check_batch(batch)
     # Sparse and ragged tensors stay what they are.
     batch = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf) if isinstance(
         leaf, (np.ndarray, np.generic, bool, int, float)) else leaf, batch)
     return batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
-
-
-def _count(outputs, args):
-    if isinstance(outputs, dict) and "weight" in outputs:
-        weight = tf.convert_to_tensor(outputs["weight"])
-        if weight.shape.rank not in (0, None):
-            raise ValueError("The \"weight\" of a tower has to be a scalar; %r has shape %s." % (weight.name, weight.shape))
-        return tf.stop_gradient(weight)
-    return count_examples(args)
 
 
 def _loss_of(outputs, index):
@@ -280,23 +274,6 @@ def _check_outputs(towers):
                                      % (index, error)) from error
         if (first.loss is None) != (tower.loss is None):
             raise TowerMismatchError("The model function returned a scalar loss in only one of the towers 0 and %d." % index)
-
-
-def _shares(counts, device):
-    """Returns each tower's share of the sum of `counts`, floats where all counts are ints."""
-    if all(count is None for count in counts):
-        return [1.0 / len(counts)] * len(counts)
-    if None in [count if count is None else 0 for count in counts]:
-        raise TowerMismatchError("Some towers' batches hold a tensor of rank 1 or more and others' do not, so their "
-                                 "shares of the global batch are unknown: return a \"weight\" from the model function.")
-    if all(isinstance(count, int) for count in counts):
-        if not sum(counts):
-            raise ValueError("The batches of all towers are empty.")
-        return [count / sum(counts) for count in counts]
-    with tf.name_scope("weights"), tf.device(device):
-        counts = [tf.cast(count, tf.float64) for count in counts]
-        total = tf.add_n(counts)
-        return [tf.div_no_nan(count, total) for count in counts]
 
 
 def _weighted_sum(values, weights):

@@ -1,0 +1,86 @@
+"""What each tower counts in the global batch, and its share of it.
+
+A tower counts the examples of its batch, or what its model function returned as "weight". Sizes that are known while the
+graph is built stay Python numbers. What is known only when it runs is checked then where it could be wrong: shares of
+negative numbers or NaN would be silent wrong numbers. Sizes come from shapes, on the host, so no check waits for a GPU but that
+of a "weight".
+"""
+import tensorflow.compat.v1 as tf
+
+from towers.batch import count_examples
+from towers.exchange import TowerMismatchError
+from towers.placement import HOST
+
+__all__ = ["count", "shares"]
+
+
+def count(outputs, batch, context):
+    """Returns what a tower counts in the global batch: its "weight", or the number of examples in its batch.
+
+    Args:
+      outputs: what the model function returned.
+      batch: what it was given.
+      context: the tower's `TowerContext`.
+
+    Returns:
+      An int or a scalar tensor; None for a batch without sizes. A tensor fails when it is run if the "weight" is negative,
+      infinite or NaN, or if the tensors of the batch disagree in size.
+
+    Raises:
+      TypeError: for a "weight" that is no number.
+      ValueError: for one that is no scalar, and for what would fail when it is run but is known now.
+    """
+    with tf.name_scope(context.name_scope):
+        if isinstance(outputs, dict) and "weight" in outputs:
+            return tf.stop_gradient(_checked(tf.convert_to_tensor(outputs["weight"]), context))
+        return count_examples(batch, context.index)
+
+
+def shares(counts, device):
+    """Returns each tower's share of the sum of `counts`: floats where all counts are ints, else float64 scalar tensors.
+
+    Args:
+      counts: list over towers of what `count` returns.
+      device: str, the device of the arithmetic.
+
+    Raises:
+      TowerMismatchError: if some counts are None and others are not.
+      ValueError: if they sum to 0.
+    """
+    if all(number is None for number in counts):
+        return [1.0 / len(counts)] * len(counts)
+    if any(number is None for number in counts):
+        raise TowerMismatchError("Some towers' batches hold a tensor of rank 1 or more and others' do not, so their "
+                                 "shares of the global batch are unknown: return a \"weight\" from the model function.")
+    if all(isinstance(number, int) for number in counts):
+        if not sum(counts):
+            raise ValueError("The batches of all towers are empty.")
+        return [number / sum(counts) for number in counts]
+    with tf.name_scope("weights"), tf.device(device):
+        counts = [tf.cast(number, tf.float64) for number in counts]
+        total = tf.add_n(counts)
+        return [tf.div_no_nan(number, total) for number in counts]
+
+
+def _checked(weight, context):
+    if weight.shape.rank not in (0, None):
+        raise ValueError("The \"weight\" of a tower has to be a scalar; %r has shape %s." % (weight.name, weight.shape))
+    if not (weight.dtype.is_floating or weight.dtype.is_integer or weight.dtype.is_bool):
+        raise TypeError("The \"weight\" of a tower has to be a number; %r is %s." % (weight.name, weight.dtype.name))
+    known, rule = tf.get_static_value(weight), "counts examples, so it has to be finite and 0 or more"
+    if known is not None:
+        if not 0 <= float(known) < float("inf"):
+            raise ValueError("The \"weight\" of tower %d (%s) %s, not %s." % (context.index, weight.name, rule, known))
+        return weight
+    if weight.dtype.is_bool or weight.dtype.is_unsigned:
+        return weight
+    with tf.name_scope("weight"):
+        with tf.device(HOST):
+            fine = weight >= 0
+            if weight.dtype.is_floating:
+                fine = tf.logical_and(fine, tf.is_finite(weight))
+            # Not tf.debugging.Assert, which builds a tf.cond around it. The op prints quotation marks with backslashes.
+            check = tf.raw_ops.Assert(condition=tf.reduce_all(fine), data=[
+                "The weight of tower %d (%s) %s. It is" % (context.index, weight.name, rule), weight])
+        with tf.device(context.device), tf.control_dependencies([check]):
+            return tf.identity(weight)
