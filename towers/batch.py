@@ -56,16 +56,16 @@ def check_batch(batch):
             raise TypeError("The batch holds an iterator, %r: hand in the tensors that its get_next() returns." % (leaf,))
 
 
-def count_examples(batch, tower):
+def count_examples(batch, context):
     """Returns the number of examples in one tower's batch: the size along axis 0 of its tensors that have one.
 
     Args:
       batch: nested structure of tensors.
-      tower: int, the tower's number.
+      context: the tower's `TowerContext`.
 
     Returns:
       An int where it is known while the graph is built, else an int32 scalar tensor, which fails when it is run if the tensors
-      disagree in axis 0; None if no tensor has a size.
+      disagree in axis 0 and there are other towers; None if no tensor has a size.
 
     Raises:
       ValueError: if the tensors disagree in axis 0, so that none of them tells.
@@ -77,8 +77,8 @@ def count_examples(batch, tower):
     if len(known) > 1:
         raise ValueError("The tensors of a tower's batch have the sizes %s along axis 0, so its share of the global batch is "
                          "unknown: return a \"weight\" from the model function." % sorted(known))
-    if None in sizes and len(leaves) > 1 and not _split_alike(leaves):
-        return _checked_size(leaves, tower)
+    if None in sizes and len(leaves) > 1 and context.num_towers > 1 and not _split_alike(leaves):
+        return _checked_size(leaves, context.index)
     if known:
         return known.pop()
     if leaves and _is_ragged(leaves[0]):
@@ -93,8 +93,7 @@ def _is_ragged(leaf):
 def _split_alike(leaves):
     """Tells whether `leaves` are parts of tensors that were split by the same sizes, which fails where these disagree."""
     ops = [leaf.op for leaf in leaves if isinstance(leaf, tf.Tensor)]
-    # A split into one part hands on what it gets, whatever the sizes.
-    return len(ops) == len(leaves) and all(op.type == "SplitV" and len(op.outputs) > 1 for op in ops) and len(
+    return len(ops) == len(leaves) and all(op.type == "SplitV" for op in ops) and len(
         {(op.inputs[1].name, leaf.value_index) for op, leaf in zip(ops, leaves)}) == 1
 
 

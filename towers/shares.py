@@ -33,7 +33,7 @@ def count(outputs, batch, context):
     with tf.name_scope(context.name_scope):
         if isinstance(outputs, dict) and "weight" in outputs:
             return tf.stop_gradient(_checked(tf.convert_to_tensor(outputs["weight"]), context))
-        return count_examples(batch, context.index)
+        return count_examples(batch, context)
 
 
 def shares(counts, device):
