@@ -186,3 +186,139 @@ def test_gradients_by_inputs_wait_for_those_by_variables_only_where_no_tower_wai
     monkeypatch.setattr(optimizer, "compute_gradients", spy)
     towers.compute_gradients(build(model, (X,), num_towers), optimizer)
     assert seen == [(gate, True)] * num_towers
+
+
+class Wrapper(tf.train.Optimizer):
+    """An optimizer around another one, as models bring their own."""
+
+    def __init__(self):
+        super().__init__(False, "Wrapper")
+        self.inner, self.calls = SGD(1.0), 0
+
+    def apply_gradients(self, *args, **kwargs):
+        return self.inner.apply_gradients(*args, **kwargs)
+
+
+class WithoutGradLoss(Wrapper):
+    """Hands on the loss and its variables alone."""
+
+    def compute_gradients(self, loss, var_list=None, **_):
+        return self.inner.compute_gradients(loss, var_list)
+
+
+class ByHand(Wrapper):
+    """Calls tf.gradients itself, and leaves out none."""
+
+    def compute_gradients(self, loss, var_list=None, grad_loss=None, **_):
+        variables = var_list or tf.trainable_variables()
+        gradients = tf.gradients(loss, variables)
+        return [(tf.zeros_like(v) if g is None else g + 0 * v, v) for g, v in zip(gradients, variables)]
+
+
+class LossScaling(Wrapper):
+    """Scales the loss, and gradients back, with a grad_loss of its own."""
+
+    def compute_gradients(self, loss, var_list=None, grad_loss=None, **kwargs):
+        pairs = self.inner.compute_gradients(loss, var_list, grad_loss=tf.constant(1024.0), **kwargs)
+        return [(g if g is None else g / 1024, v) for g, v in pairs]
+
+
+class Penalized(Wrapper):
+    """Trains by the loss and by the square of its gradient: second derivatives."""
+
+    def compute_gradients(self, loss, var_list=None, **_):
+        variables = var_list or tf.trainable_variables()
+        gradient, = tf.gradients(loss, variables)
+        return [(gradient + 0.01 * tf.gradients(tf.reduce_sum(gradient), variables)[0], v) for v in variables]
+
+
+class OfAnotherLoss(Wrapper):
+    """Differentiates what it was made for, not what it is handed."""
+
+    def compute_gradients(self, loss, var_list=None, **_):
+        variable, = tf.trainable_variables()
+        return [(tf.gradients(tf.reduce_sum(variable ** 2), variable)[0], variable)]
+
+
+def uneven(how):
+    """Batches whose towers have other shares: 4, 1 and 1 examples, or weights, known or not."""
+    if how == "known":
+        return towers.PerTower([(X[:4],), (X[4:5],), (X[5:],)])
+    parts = [X[:4], X[4:5], X[5:]]
+    return towers.PerTower([(tf.placeholder_with_default(part, [None, 3]),) for part in parts])
+
+
+@pytest.mark.parametrize("how", ["known", "when it runs"])
+@pytest.mark.parametrize("optimizer", [WithoutGradLoss, ByHand, LossScaling])
+def test_uneven_towers_are_exact_with_optimizers_that_ignore_or_scale_grad_loss(optimizer, how):
+    def model(x):
+        return tf.reduce_mean(tf.sin(towers.all_reduce(tf.reduce_sum(x, 0)) + x * variable("w")) ** 2)
+
+    results = []
+    for batch, count in ((X,), 1), (None, 3):
+        with tf.Graph().as_default():
+            replicas = build(model, uneven(how) if batch is None else batch, count)
+            results.append(train_by(towers.minimize(replicas, optimizer()), replicas.loss, 3))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-5)
+    np.testing.assert_allclose(results[1][2]["w"], results[0][2]["w"], rtol=1e-4)
+
+
+def test_share_is_in_second_derivatives_as_in_first_ones():
+    def model(x):
+        return tf.reduce_mean(tf.sin(x * variable("w")) ** 3)
+
+    results = []
+    for batch, count in ((X,), 1), (None, 3):
+        with tf.Graph().as_default():
+            replicas = build(model, uneven("known") if batch is None else batch, count)
+            results.append(train_by(towers.minimize(replicas, Penalized()), replicas.loss, 3)[2]["w"])
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["known", "when it runs"])
+def test_optimizer_that_differentiates_another_loss_is_refused_where_towers_are_uneven(how):
+    replicas = build(lambda x: tf.reduce_mean(x * variable("w")), uneven(how), 3)
+    with pytest.raises(ValueError, match=r"OfAnotherLoss.compute_gradients returns gradients that are not of the loss.*in tower "
+                                         r"0, 'tower_0/loss.*has to differentiate its argument `loss`"):
+        towers.minimize(replicas, OfAnotherLoss())
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 3, 49])
+def test_even_towers_hand_the_optimizer_their_loss_as_it_is(num_towers):
+    handed = []
+
+    class Spy(WithoutGradLoss):
+        def compute_gradients(self, loss, var_list=None, **kwargs):
+            handed.append((loss, kwargs.get("grad_loss")))
+            return super().compute_gradients(loss, var_list)
+
+    devices = ["/cpu:0"] * num_towers
+    replicas = towers.TowerBuilder(devices).build(lambda x: tf.reduce_mean(x * variable("w")), (tf.ones([2 * num_towers, 3]),))
+    towers.compute_gradients(replicas, Spy())
+    assert [(loss is tower.loss, grad_loss) for tower, (loss, grad_loss) in zip(replicas, handed)] == [(True, None)] * num_towers
+
+
+def test_towers_of_another_graph_are_named():
+    with tf.Graph().as_default() as graph:
+        replicas = build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2)
+        tower_grads = towers.compute_gradients(replicas, SGD(1.0))
+    for call in (lambda: towers.minimize(replicas, SGD(1.0)), lambda: towers.compute_gradients(replicas, SGD(1.0)),
+                 lambda: towers.collect_update_ops(replicas), lambda: towers.average_gradients(tower_grads),
+                 lambda: replicas.merged):
+        with pytest.raises(ValueError, match=r": the towers were built in another graph than the default one.*as_default\(\)"):
+            call()
+        with graph.as_default():
+            call()
+
+
+def test_towers_train_within_a_loop_around_them():
+    replicas = build(lambda x: tf.reduce_mean(x * variable("w") ** 2), (X,), 2)
+    variable_, = tf.trainable_variables()
+
+    def body(i):
+        (gradient, _), = towers.average_gradients(towers.compute_gradients(replicas, SGD(1.0)), [])
+        with tf.control_dependencies([gradient]):
+            return i + tf.reduce_sum(gradient)
+
+    total = tf.while_loop(lambda i: i < 1e9, body, [0.0], maximum_iterations=2)
+    assert run(total) == pytest.approx(2 * 2 * X.mean(0).sum() / 3, rel=1e-4) and variable_.shape == [3]

@@ -214,6 +214,7 @@ def test_empty_tower_counts_nothing_though_its_loss_is_nan():
             np.testing.assert_allclose(ours[2][name], expected[2][name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:The gradient of replicas.loss")
 def test_gradients_of_towers_in_any_order_twice_and_of_their_sum_agree():
     x = np.random.RandomState(0).randn(6, 4)
 

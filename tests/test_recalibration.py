@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.support import build, has_tf_layers, session
+from tests.support import build, cpus, has_tf_layers, session
 from tests.test_conversion import by_moments, fused, inline, model_of
 
 K, ROWS = 5, 7
@@ -305,3 +305,15 @@ def test_whole_models_are_recalibrated_by_layers():
     with session() as made:
         found = tf_syncbn.recalibrate(made, replicas, K, feed)
     assert set(found) == {"bn%d/moving_%s" % (i, m) for i in (1, 2) for m in ("mean", "variance")}
+
+
+def test_session_of_another_graph_than_the_towers_is_named():
+    with tf.Graph().as_default():
+        replicas = build(lambda x: tf_syncbn.sync_batch_norm(x), (tf.ones([4, 3]),))
+    with session() as made:
+        with pytest.raises(ValueError, match="recalibrate: the towers were built in another graph than.*as_default"):
+            tf_syncbn.recalibrate(made, replicas, 1)
+    with tf.Session(graph=replicas[0].outputs.graph, config=towers.session_config(cpus(2))) as made:
+        with made.graph.as_default():
+            made.run(tf.global_variables_initializer())
+        assert tf_syncbn.recalibrate(made, replicas, 1)  # whatever the default graph is

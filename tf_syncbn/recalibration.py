@@ -36,8 +36,9 @@ def recalibrate(session, replicas, num_batches, feed_dict=None):
 
     Raises:
       TypeError: if `session` is no session or `replicas` no `Towers`.
-      ValueError: if there are no such layers; if the input ends before `num_batches`; if a layer's moments are not finite; for
-        a converted layer whose moments feed more than a moving mean and a moving variance.
+      ValueError: if there are no such layers; if the towers were built in another graph than the session's; if the input ends
+        before `num_batches`; if a layer's moments are not finite; for a converted layer whose moments feed more than a moving
+        mean and a moving variance.
 
     Example:
 
@@ -48,6 +49,9 @@ def recalibrate(session, replicas, num_batches, feed_dict=None):
         raise ValueError("recalibrate averages over 1 batch or more, not %r." % (num_batches,))
     if not hasattr(session, "run") or not (replicas is None or isinstance(replicas, Towers)):
         raise TypeError("recalibrate takes a session and the towers, or None, not %r and %r." % (session, replicas))
+    if replicas is not None and session.graph is not replicas[0].context.meetings.graph:
+        raise ValueError("recalibrate: the towers were built in another graph than the session's, which knows none of their "
+                         "layers. Make the session within `with graph.as_default():` of the towers' graph, or hand it `graph=`.")
     layers = averaged_layers(session.graph, None if replicas is None else replicas[0].context)
     _check(layers, replicas)
     with session.graph.as_default():

@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.batch import PerTower, check_batch, split_batch
-from towers.context import TowerContext, current_tower, enter_tower
+from towers.context import TowerContext, check_graph, current_tower, enter_tower
 from towers.exchange import Meetings, TowerMismatchError
+from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
 from towers.likeness import check_alike
 from towers.placement import (HOST, check_device, check_devices, find_devices, name_the_cure, tower_device_function,
@@ -53,7 +54,8 @@ class Towers:
     Attributes:
       aggregation_device: str, where towers meet and gradients are averaged.
       loss: the loss of the global batch, `sum_i weight_i * loss_i`, a scalar tensor; None where there is none. Towers
-        without examples count nothing, whatever their loss came to.
+        without examples count nothing, whatever their loss came to. To take its gradient outside of `towers.minimize` is a
+        UserWarning where nothing waits for the towers' update ops, as in `optimizer.minimize(replicas.loss)`.
     """
 
     def __init__(self, towers, aggregation_device):
@@ -63,7 +65,8 @@ class Towers:
         self.loss = None
         if self[0].loss is not None:
             with tf.name_scope("global_loss"), tf.device(aggregation_device):
-                self.loss = _weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
+                loss = _weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
+                self.loss = watched(loss, [update for tower in self for update in tower.update_ops])
 
     def __len__(self):
         return len(self._towers)
@@ -85,6 +88,7 @@ class Towers:
         integers and booleans among them are averaged as float32. Built at the first access, on the aggregation device.
         """
         if self._merged is None:
+            check_graph(self[0].context.meetings.graph, "replicas.merged")
             with tf.name_scope("merged"), tf.device(self.aggregation_device):
                 per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
                 leaves = [self._merge(list(leaf)) for leaf in zip(*per_tower)]
@@ -225,8 +229,8 @@ class _Build:
                     outputs = model_fn(*args)
         self._meetings.check_complete(index)
         self.added.append(added)
-        return Tower(context, outputs, _loss_of(outputs, index), count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, []),
-                     graph.get_operations()[first_op:])
+        weight, updates = count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, [])
+        return Tower(context, outputs, _loss_of(outputs, index), weight, updates, graph.get_operations()[first_op:])
 
 
 def _check_call(model_fn):

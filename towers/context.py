@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["TowerContext", "current_tower", "differentiate", "enter_tower", "is_differentiating", "may_differ", "span"]
+__all__ = ["TowerContext", "check_graph", "current_tower", "differentiate", "enter_tower", "is_differentiating", "may_differ",
+           "span"]
 
 _building = threading.local()
 
@@ -38,7 +39,7 @@ class TowerContext:
       aggregation_device: str, the device on which towers meet.
       training: bool or scalar bool tensor, the builder's `training`.
       name_scope: str, the name scope of the tower's ops, ending in "/".
-      meetings: the build's record of exchanges; `towers.exchange` is its only reader.
+      meetings: the build's record of exchanges, for `towers.exchange`, and its `graph`.
       shared_updates: list of ops, the updates added with `shared=True` so far. One list for all towers of the build.
       spans: list of `Span`, ops that `span` and `may_differ` hold together.
     """
@@ -111,6 +112,22 @@ def may_differ():
             offset = tf.constant(towers.current_tower().index * batch_size)
     """
     return span(None)
+
+
+def check_graph(graph, caller):
+    """Raises ValueError where ops of towers are about to be made outside of their graph.
+
+    Args:
+      graph: `tf.Graph` that the towers were built in.
+      caller: str, what is about to make ops, for the message.
+    """
+    here = tf.get_default_graph()
+    while here is not graph:
+        here = getattr(here, "outer_graph", None)  # of a tf.cond, tf.while_loop or tf.function
+        if here is None:
+            raise ValueError("%s: the towers were built in another graph than the default one, which holds none of their "
+                             "variables. Call it where they were built, or within `with graph.as_default():` of that graph."
+                             % caller)
 
 
 def is_differentiating():

@@ -3,13 +3,15 @@
 The towers' shares of the global batch go in before the backward pass: tower i differentiates `N * weight_i * loss_i`, N
 towers. What crosses towers in the backward pass is then already the gradient of the global loss, and the plain mean over
 towers is the gradient of `sum_i weight_i * loss_i` through every exchange. Weighting finished gradients instead would be
-wrong wherever towers met.
+wrong wherever towers met. The loss that an optimizer is handed carries its share in its gradient, so an optimizer that scales it,
+or takes no `grad_loss`, is exact too.
 """
 import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError
+from towers.context import check_graph
+from towers.exchange import TowerMismatchError, gradient_place, remember_place
 from towers.overlap import fill_meetings
 
 __all__ = ["average_gradients", "compute_gradients"]
@@ -46,11 +48,13 @@ def compute_gradients(replicas, optimizer, var_list=None):
 
     Raises:
       TypeError: if `optimizer` is no `tf.train.Optimizer`.
-      ValueError: if the towers have no loss, or no gradient is left in any tower.
+      ValueError: if the towers have no loss, or no gradient is left in any tower; under another graph than the towers'; if
+        towers are uneven and the optimizer differentiates something else than the loss it is handed.
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
     """
     if not isinstance(optimizer, tf.train.Optimizer):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
+    check_graph(replicas[0].context.meetings.graph, "compute_gradients")
     _check_loss(replicas)
     tower_grads = TowerGradients(tower.loss for tower in replicas)
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
@@ -88,12 +92,15 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
 
     Raises:
       TowerMismatchError: (a ValueError) where the towers' lists hold other variables.
-      ValueError: if there is no tower, or no gradient.
+      ValueError: if there is no tower, or no gradient; under another graph than the gradients'.
 
     Warns:
       UserWarning: if `update_ops` is left out while `tf.GraphKeys.UPDATE_OPS` holds some, which then never run.
     """
     _check_variables(tower_grads)
+    for gradient, _ in tower_grads[0]:
+        if hasattr(gradient, "graph"):
+            check_graph(gradient.graph, "average_gradients")
     if update_ops is None:
         update_ops = []
         if tf.get_collection(tf.GraphKeys.UPDATE_OPS):
@@ -116,14 +123,29 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
 
 
 def _tower_gradients(tower, num_towers, optimizer, var_list, gate):
-    loss, weight = tower.loss, tower.weight
-    if isinstance(weight, float):
-        scale = tf.constant(num_towers * weight, loss.dtype, name="share")
-    else:
-        scale = tf.cast(num_towers * weight, loss.dtype, name="share")
-    grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=gate,
-                                        colocate_gradients_with_ops=True, grad_loss=scale)
-    return [(_without_nan_of_empty(gradient, weight), variable) for gradient, variable in grads]
+    loss, share, asked = tower.loss, None, []
+    if not isinstance(tower.weight, float):
+        share = tf.cast(num_towers * tower.weight, loss.dtype, name="share")
+    elif abs(num_towers * tower.weight - 1) > 1e-12:  # an even share, 49 times 1 / 49, may be off by rounding
+        share = tf.constant(num_towers * tower.weight, loss.dtype, name="share")
+    if share is not None:
+        # Not as `grad_loss`, which some optimizers drop: the loss itself carries its share, whoever differentiates it.
+        with tf.get_default_graph().gradient_override_map({"Identity": "TowersShare"}):
+            loss = tf.identity(loss, name="loss")
+        remember_place(loss.op, None, (share, asked))
+    grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=gate, colocate_gradients_with_ops=True)
+    if share is not None and not asked and any(gradient is not None for gradient, _ in grads):
+        raise ValueError("%s.compute_gradients returns gradients that are not of the loss that it was handed in tower %d, %r, so "
+                         "the tower's share of the global batch is not in them. It has to differentiate its argument `loss`."
+                         % (type(optimizer).__name__, tower.context.index, loss.name))
+    return [(_without_nan_of_empty(gradient, tower.weight), variable) for gradient, variable in grads]
+
+
+@tf.RegisterGradient("TowersShare")
+def _share_gradient(op, dy):
+    _, (share, asked) = gradient_place(op)
+    asked.append(op)
+    return dy * share
 
 
 def _without_nan_of_empty(gradient, weight):

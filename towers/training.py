@@ -25,7 +25,7 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
 
     Raises:
       TypeError: for what is no `tf.train.Optimizer`, or a transform that is no function.
-      ValueError: for towers without a loss, another policy, or losses that no variable reaches.
+      ValueError: for towers without a loss or of another graph, another policy, or losses that no variable reaches.
       TowerMismatchError: (a ValueError) where the towers' gradients differ in what they pass.
 
     Example:

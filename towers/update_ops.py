@@ -7,6 +7,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
+from towers.context import check_graph
 from towers.exchange import control_flow_now, control_flow_of
 from towers.graph_walk import ancestors, written_variable, written_variables
 from towers.state import READS, read_after
@@ -36,9 +37,9 @@ def collect_update_ops(replicas, policy="first"):
       A list of operations and tensors.
 
     Raises:
-      ValueError: for another policy; for an update op inside a tf.cond or tf.while_loop, where what runs it is not the
-        result of that; under "all" where updates of one variable in several towers can't be ordered, because they
-        stand inside a tf.cond, or an earlier tower's waits for a later one's.
+      ValueError: for another policy; under another graph than the towers'; for an update op inside a tf.cond or tf.while_loop,
+        where what runs it is not the result of that; under "all" where updates of one variable in several towers can't be
+        ordered, because they stand inside a tf.cond, or an earlier tower's waits for a later one's.
 
     Warns:
       UserWarning: where the model function made an op that writes a moving statistic and nothing will run it.
@@ -46,6 +47,7 @@ def collect_update_ops(replicas, policy="first"):
     if policy not in POLICIES:
         raise ValueError("The policy for update ops is one of %s, not %r."
                          % (", ".join(repr(p) for p in POLICIES), policy))
+    check_graph(replicas[0].context.meetings.graph, "collect_update_ops")
     shared = replicas[0].context.shared_updates
     own = [[update for update in tower.update_ops if not any(update is s for s in shared)] for tower in replicas]
     if policy == "none":

@@ -1,0 +1,74 @@
+"""The loss of the global batch, which says so where training by it would leave update ops out.
+
+`optimizer.minimize(replicas.loss)` computes the right gradients and never moves a moving average, since nothing runs the towers'
+update ops. So the loss is an identity with a gradient function of its own, which looks whether something waits for them and
+hands the gradient on as it is, to any order of derivative.
+"""
+import sys
+import warnings
+
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import gradient_place, remember_place
+from towers.graph_walk import ancestors
+
+__all__ = ["watched"]
+
+
+def watched(loss, update_ops):
+    """Returns `loss` as a tensor whose gradient warns, once, where nothing waits for the update ops of the towers.
+
+    The gradient passes in silence if it is taken under control dependencies on update ops, if `average_gradients` or anything
+    else that was built since waits for one, or if the loss itself does.
+
+    Args:
+      loss: scalar tensor.
+      update_ops: list of all towers' operations and tensors; where it is empty `loss` itself is returned.
+    """
+    if not update_ops:
+        return loss
+    graph = tf.get_default_graph()
+    with graph.gradient_override_map({"Identity": "TowersGlobalLoss"}):
+        result = tf.identity(loss, name="loss")
+    remember_place(result.op, None, _Watch(update_ops, len(graph.get_operations())))
+    return result
+
+
+class _Watch:
+    """The update ops that something has to wait for, and how many ops the graph held when the towers were built."""
+
+    def __init__(self, update_ops, num_ops):
+        self.ops, self.num_ops = [getattr(update, "op", update) for update in update_ops], num_ops
+
+
+@tf.RegisterGradient("TowersGlobalLoss")
+def _global_loss_gradient(op, dy):
+    try:
+        _, watch = gradient_place(op)
+    except ValueError:  # in an imported graph nothing is known of update ops
+        return dy
+    if watch.ops and tf.get_default_graph() is op.graph and not _is_waited_for(watch, op):
+        warnings.warn("The gradient of replicas.loss (%r) is taken and nothing waits for the update ops of its towers, %r among "
+                      "them: if an optimizer trains by it, moving averages are never updated. Use towers.minimize(replicas, "
+                      "optimizer), or take the gradient within `with tf.control_dependencies(towers.collect_update_ops("
+                      "replicas)):`." % (op.name, watch.ops[0].name), stacklevel=_frames_of_tensorflow())
+        watch.ops = []
+    return dy
+
+
+def _is_waited_for(watch, loss_op):
+    updates = set(watch.ops)
+    made = loss_op.graph.get_operations()[watch.num_ops:]
+    return any(source in updates for op in made for source in op.control_inputs + [tensor.op for tensor in op.inputs]) or bool(
+        updates & ancestors([loss_op]))
+
+
+def _frames_of_tensorflow():
+    """Returns the `stacklevel` of the caller's warning that points behind TensorFlow's own calls."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _WITHIN:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_WITHIN = ("towers", "tensorflow", "tensorflow_core")
