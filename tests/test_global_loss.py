@@ -103,7 +103,9 @@ def test_loss_that_waits_for_its_updates_passes_in_silence(silent):
         with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
             return tf.identity(loss)
 
-    sgd().minimize(build(model, (X,)).loss)
+    with pytest.warns(UserWarning, match="Each tower writes the variable"):
+        replicas = build(model, (X,))
+    sgd().minimize(replicas.loss)
 
 
 @pytest.mark.parametrize("model,training", [
