@@ -104,6 +104,16 @@ def test_fused_layers_train_as_one_tower_does(update_ops):
     assert_law(model_of(fused), batch_of([7, 5, 4, 3]), update_ops)
 
 
+def assert_law_and_that_it_may_fail(model_fn, batch, scopes, kind="moments", sizes=None):
+    """The law for 2 and 3 uneven towers in float64, and that the unconverted model breaks it."""
+    for sizes in sizes or ([2, 5], SIZES):
+        converted = tf_syncbn.convert_model(model_fn)
+        assert_equals_one_batch(converted, batch, num_towers=len(sizes), sizes=sizes)
+        assert [(layer.scope, layer.kind) for layer in converted.converted] == [(scope, kind) for scope in scopes]
+        with pytest.raises(AssertionError, match="towers do not train as one"):
+            assert_equals_one_batch(model_fn, batch, num_towers=len(sizes), sizes=sizes)
+
+
 @pytest.mark.parametrize("update_ops", ["first", "all"])
 def test_fused_layers_with_channels_first_train_as_with_channels_last_in_one_tower(update_ops):
     def channels_first(x, name):
@@ -377,6 +387,23 @@ def test_converted_layers_are_listed_and_logged(monkeypatch):
         ("bn1", [4, 5, 4, 3], "fused"), ("bn2", [4, 5, 4, 3], "fused")]
     text, = logged
     assert text.startswith("convert_model: 2 of 2 batch norms are synced over towers:\n  bn1 (4, 5, 4, 3) (fused)\n  bn2 ")
+
+
+def test_standardized_weights_are_left_alone_and_logged(monkeypatch):
+    logged = []
+    monkeypatch.setattr(tf.logging, "info", lambda message, *args: logged.append(message % args))
+
+    def model_fn(x):
+        with tf.variable_scope("conv"):
+            kernel = tf.get_variable("kernel", [3, 4])
+            mean, variance = tf.nn.moments(kernel, [0])
+        return tf.reduce_mean(fused(x, "bn") @ ((kernel - mean) * tf.rsqrt(variance + 1e-3)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+    assert logged[1:] == [
+        "convert_model: 'conv' standardizes what depends on variables alone, as weights, and stays as it is."]
 
 
 @pytest.mark.parametrize("only", ["bn2$", lambda scope: scope == "bn2"])
@@ -858,3 +885,29 @@ def test_an_exponential_moving_average_trains_as_one_tower_does():
             return tf.nn.batch_normalization(x, *moments, None, None, 1e-3)
 
     assert_law(model_of(layer), batch_of([7, 3], tf.float64), "first", ["moments"] * 2)
+
+
+def test_batch_norms_after_a_loop_train_as_one_tower_does():
+    """What a loop adds up is of the data only by way of the loop's other results, and of variables at once."""
+    def model_fn(x):
+        kernel = tf.get_variable("kernel", [3, 3], x.dtype, tf.constant_initializer(0.3))
+
+        def body(i, state, total):
+            state = tf.tanh(tf.matmul(state, kernel) + total)
+            return i + 1, state, total + state * kernel[0]
+
+        _, _, total = tf.while_loop(lambda i, *_: i < 3, body, (0, x, tf.zeros([x.shape[0], 3], x.dtype)))
+        return tf.reduce_mean(tf.square(tf.sin(by_moments(total, "after")) - by_moments(x * kernel[1], "beside")))
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of([7, 3], tf.float64), ["after", "beside"])
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no recurrent cells")
+@pytest.mark.parametrize("cell", ["GRUCell", "BasicLSTMCell"])
+def test_batch_norms_after_a_recurrent_network_train_as_one_tower_does(cell):
+    def model_fn(x):
+        y, state = tf.nn.dynamic_rnn(getattr(tf.nn.rnn_cell, cell)(3), x, dtype=x.dtype)
+        last = tf.nest.flatten(state)[0]
+        return tf.reduce_mean(tf.sin(by_moments(y, "bn1"))) + tf.reduce_mean(tf.sin(2 * by_moments(last, "bn2")))
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of([7, 4, 3], tf.float64), ["bn1", "bn2"])

@@ -87,7 +87,7 @@ def convert_model(model_fn, only=None):
             return model_fn(*args, **kwargs)
         added, batch = Added(tf.get_default_graph()), [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)]
         outputs = model_fn(*args, **kwargs)
-        found, scopes = _find(added, batch, outputs, only, tower)
+        found, scopes, of_variables = _find(added, batch, outputs, only, tower)
         if tower.is_first:
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
             _check_chosen(chosen, scopes)
@@ -100,7 +100,7 @@ def convert_model(model_fn, only=None):
             if only is None:
                 tower.meetings.gradient_checks.append(_check_recomputed)
             converted.converted = [ConvertedLayer(scope, b.x.shape, b.kind) for scope, b in zip(scopes, found)]
-            _log(converted.converted, len(chosen))
+            _log(converted.converted, len(chosen), of_variables)
         statistics = find_statistics(added.ops(), batch, found)
         if tower.num_towers == 1:
             remember_unreplaced(found, scopes, statistics, tower)
@@ -126,7 +126,11 @@ def _search(only):
 
 
 def _find(added, batch, outputs, only, tower):
-    """Returns the batch norms that the outputs need, and their scopes; refuses hidden ones, warns of unknown ones."""
+    """Finds the batch norms that the outputs need; refuses hidden ones, warns of unknown ones.
+
+    Returns:
+      Lists of the batch norms, of their scopes, and of the scopes of what would be one but depends on variables alone.
+    """
     ops = added.needed(outputs)
     hidden = [op for op in find_hidden(ops) if only is None or only(_scope_of(op, tower))]
     if hidden:
@@ -135,7 +139,7 @@ def _find(added, batch, outputs, only, tower):
             "TensorFlow 2. Give the layer `training` as a bool, call the model without tf.function, or call "
             "tf.disable_control_flow_v2() when the program starts."
             % ", ".join(repr(tower.relative(op.name)) for op in hidden))
-    found, suspects = find_batch_norms(ops, batch)
+    found, suspects, of_variables = find_batch_norms(ops, batch)
     suspects = ", ".join(repr(_scope_of(op, tower)) for op in suspects)
     if found and suspects and tower.is_first:
         warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
@@ -150,7 +154,7 @@ def _find(added, batch, outputs, only, tower):
             "where the layers are called, and does the loss depend on them?"
             % (", and %d fused ones in inference mode" % frozen if frozen else "",
                ", besides %d of sync_batch_norm, which need no conversion" % synced if synced else ""))
-    return found, [_scope_of(batch_norm.op, tower) for batch_norm in found]
+    return (found, *([_scope_of(batch_norm.op, tower) for batch_norm in several] for several in (found, of_variables)))
 
 
 def _check_chosen(chosen, scopes):
@@ -173,16 +177,19 @@ def _check(batch_norms, scopes, made):
 
 def _check_recomputed(made):
     """Raises where a gradient pass builds a batch norm anew."""
-    for batch_norm in find_batch_norms(made, [])[0]:
+    for batch_norm in find_batch_norms(made, []).batch_norms:
         raise ValueError(
             "convert_model: the batch norm %r is built anew while gradients are taken, as recompute_grad does: the towers "
             "can't meet there, and local statistics would be wrong. Recompute only what stands between batch norms."
             % batch_norm.op.name)
 
 
-def _log(layers, num_found):
+def _log(layers, num_found, of_variables):
     tf.logging.info("convert_model: %d of %d batch norms are synced over towers:%s", len(layers), num_found, "".join(
         "\n  %s %s (%s)" % (layer.scope, layer.shape, layer.kind) for layer in layers))
+    if of_variables:
+        tf.logging.info("convert_model: %s standardizes what depends on variables alone, as weights, and stays as it is.",
+                        ", ".join(map(repr, of_variables)))
 
 
 def _scope_of(op, tower):

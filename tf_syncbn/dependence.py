@@ -1,14 +1,38 @@
 """What ops of a model function depend on: data, variables, or the moments of batches and nothing else of the data.
 
 What is computed of the whole batch's moments alone is the same in every tower, so its update of a variable is one that all
-towers share.
+towers share. A loop of control flow 1 is a circle in the graph, so each question is asked by `settle`.
 """
 from towers.graph_walk import written_variables
 
-__all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates"]
+__all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates", "settle"]
 
 _VARIABLES = ("VariableV2", "Variable", "VarHandleOp")
 _READS = ("Identity", "ReadVariableOp", "Enter", "Switch", "RefSwitch", "Cast")
+_LOOPS_BACK = ("NextIteration", "RefNextIteration")
+
+
+def settle(ops, rule):
+    """Asks every op what is answered by the answers of the ops that it depends on.
+
+    Args:
+      ops: list of operations.
+      rule: a function of an op and of the answers so far, a dict from ops, that returns the op's answer. The start of a loop
+        is asked before its end, and again when that has answered: no answer counts as the least one, and a rule gives no less
+        for more.
+
+    Returns:
+      A dict from `ops` to their answers.
+    """
+    order, answers = _sorted(ops), {}
+    num_loops = sum(op.type in _LOOPS_BACK for op in ops)
+    for _ in range(1 + num_loops):  # on its way to any op an answer comes once at most to each end of a loop
+        before = dict(answers)
+        for op in order:
+            answers[op] = rule(op, answers)
+        if answers == before:
+            break
+    return answers
 
 
 def depend_on_data(ops, batch):
@@ -16,24 +40,30 @@ def depend_on_data(ops, batch):
 
     Data are the tensors of `batch`, placeholders, random draws, and what was made before `ops` and is no variable.
     """
-    made, of_data = set(ops), {tensor.op for tensor in batch}
-    for op in _sorted(ops):
+    made, given = set(ops), {tensor.op for tensor in batch}
+
+    def is_of_data(op, known):
         sources = [tensor.op for tensor in op.inputs]
         is_source = "Random" in op.type or op.type == "TruncatedNormal" or not sources and op.type not in _VARIABLES + ("Const",)
-        if is_source or any(s in of_data or s not in made and not _is_of_variables(s) for s in sources):
-            of_data.add(op)
-    return of_data
+        return is_source or op in given or any(
+            known.get(s, False) if s in made else s in given or not _is_of_variables(s) for s in sources)
+
+    return _chosen(settle(ops, is_of_data)) | given
 
 
 def depend_on_variables(ops):
     """Returns those of `ops` that depend on variables, a set."""
-    made, of_variables = set(ops), set()
-    for op in _sorted(ops):
-        if op.type in _VARIABLES or any(
-                tensor.op in of_variables or tensor.op not in made and _source(tensor.op).type in _VARIABLES
-                for tensor in op.inputs):
-            of_variables.add(op)
-    return of_variables
+    made = set(ops)
+
+    def is_of_variables(op, known):
+        return op.type in _VARIABLES or any(
+            known.get(tensor.op, False) if tensor.op in made else _source(tensor.op).type in _VARIABLES for tensor in op.inputs)
+
+    return _chosen(settle(ops, is_of_variables))
+
+
+def _chosen(answers):
+    return {op for op, answer in answers.items() if answer}
 
 
 def _is_of_variables(op):
@@ -63,11 +93,12 @@ def find_statistics(ops, batch, batch_norms):
     moments = {tensor.name: (index, kind) for index, batch_norm in enumerate(batch_norms)
                for kind, tensors in zip(("mean", "variance"), batch_norm.moments) for tensor in tensors}
     made, of_data = set(ops), depend_on_data(ops, batch)
-    found = {}  # op -> (what it depends on, whether on data too)
-    for op in _sorted(ops):
+
+    def sources_of(op, found):
+        """Returns what an op depends on, and whether on data too."""
         tensors = [tensor for tensor in op.inputs if tensor.dtype.base_dtype.is_floating]
-        known = [({moments[t.name]}, False) if t.name in moments else found[t.op] if t.op in found
-                 else ((), t.op in made or not _is_of_variables(t.op)) for t in tensors]
+        known = [({moments[t.name]}, False) if t.name in moments
+                 else found.get(t.op, ((), False)) if t.op in made else ((), not _is_of_variables(t.op)) for t in tensors]
         if op.type == "NoOp":
             waits = [found[c] for c in op.control_inputs if c in found]
             known += waits + [((), True) for sources, _ in waits if not sources]  # a group of these and of others is no one's
@@ -76,8 +107,9 @@ def find_statistics(ops, batch, batch_norms):
         sources = frozenset(source for of_input, _ in known for source in of_input)
         has_data = any(is_data for _, is_data in known) if tensors or op.type == "NoOp" else (
             op in of_data and not _is_of_variables(op))
-        found[op] = sources, has_data
-    return {op: sources for op, (sources, has_data) in found.items() if not has_data}
+        return sources, has_data
+
+    return {op: sources for op, (sources, has_data) in settle(ops, sources_of).items() if not has_data}
 
 
 def find_updates(ops, statistics):
@@ -87,18 +119,22 @@ def find_updates(ops, statistics):
       ops: list of operations.
       statistics: what `find_statistics` returned.
     """
-    updates = set()
-    for op in _sorted(ops):
-        if statistics.get(op):
-            sources = [tensor.op for tensor in op.inputs]
-            sources += op.control_inputs if op.type in ("NoOp", "ReadVariableOp") else []
-            if written_variables(op) or any(source in updates for source in sources):
-                updates.add(op)
-    return updates
+
+    def is_update(op, known):
+        if not statistics.get(op):
+            return False
+        sources = [tensor.op for tensor in op.inputs]
+        sources += op.control_inputs if op.type in ("NoOp", "ReadVariableOp") else []
+        return bool(written_variables(op)) or any(known.get(source, False) for source in sources)
+
+    return _chosen(settle(ops, is_update))
 
 
 def _sorted(ops):
-    """Returns ops after those that they depend on. tf.cond of control flow 1 makes what feeds an op after the op."""
+    """Returns ops after those that they depend on, but a loop's start before its end.
+
+    tf.cond of control flow 1 makes what feeds an op after the op.
+    """
     made, done, order, stack = set(ops), set(), [], [(op, False) for op in reversed(ops)]
     while stack:
         op, is_ready = stack.pop()
@@ -108,5 +144,5 @@ def _sorted(ops):
             done.add(op)
             stack.append((op, True))
             stack.extend((source, False) for source in [t.op for t in op.inputs] + op.control_inputs
-                         if source in made and source not in done)
+                         if source in made and source not in done and source.type not in _LOOPS_BACK)
     return order

@@ -12,7 +12,7 @@ from towers.exchange import branch_of, control_flow_now, control_flow_of
 from towers.graph_walk import calls_of
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
 
-__all__ = ["BatchNorm", "find_batch_norms", "find_hidden", "is_fused", "is_training", "outside_of_branch"]
+__all__ = ["BatchNorm", "Found", "find_batch_norms", "find_hidden", "is_fused", "is_training", "outside_of_branch"]
 
 _FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -60,6 +60,19 @@ class BatchNorm(NamedTuple):
         return tuple([merge.outputs[0] for merge in tensor.consumers()] for tensor in self.op.outputs[1:3])
 
 
+class Found(NamedTuple):
+    """What `find_batch_norms` found.
+
+    Fields:
+      batch_norms: list of `BatchNorm`, in the order of the ops.
+      suspects: list of the square root ops that divide by a standard deviation over examples and belong to none of them.
+      of_variables: list of `BatchNorm`, what would be one but depends on variables alone, as standardized weights do.
+    """
+    batch_norms: Any
+    suspects: Any
+    of_variables: Any
+
+
 def is_fused(op):
     """Tells whether an op is a fused batch norm, in whatever mode."""
     return op.type in _FUSED
@@ -75,27 +88,27 @@ def find_batch_norms(ops, batch):
 
     Args:
       ops: list of operations, in the order in which they were made.
-      batch: list of tensors, the data that the ops were made of. What depends on variables alone, as standardized weights
-        do, is alike in all towers and no batch norm.
+      batch: list of tensors, the data that the ops were made of. What depends on variables alone is alike in all towers and
+        no batch norm.
 
     Returns:
-      batch_norms: list of `BatchNorm`, in the order of the ops.
-      suspects: list of the square root ops that divide by a standard deviation over examples and belong to none of them.
+      `Found`.
     """
     of_data, of_variables = depend_on_data(ops, batch), depend_on_variables(ops)
     made, of_weights = set(ops), of_variables - of_data
-    found = []
+    found, of_variables = [], []
     for op in ops:
         if is_fused(op) and is_training(op):
             if not _has_examples_as_channels(op):
                 found.append(_fused(op))
-        elif op.type == "Mean" and op not in of_weights:
+        elif op.type == "Mean":
             batch_norm = _moments(op, made)
             if batch_norm is not None:
-                found.append(batch_norm)
+                (of_variables if op in of_weights else found).append(batch_norm)
     known = set(root for batch_norm in found if batch_norm.means for root in _roots(batch_norm.op))
-    return found, [op for op in ops if op.type in _ROOTS and op not in known
-                   and any(_kept_axes(source) and source not in of_weights for source in _sources(op))]
+    suspects = [op for op in ops if op.type in _ROOTS and op not in known
+                and any(_kept_axes(source) and source not in of_weights for source in _sources(op))]
+    return Found(found, suspects, of_variables)
 
 
 def find_hidden(ops):
@@ -197,7 +210,7 @@ def _moments(variance, made):
         return None
     for x, other in (centred, centred[::-1]):
         mean = _unchanged(other.op)
-        if mean.type == "Mean" and mean in made and mean.inputs[0] is x and _kept_axis(mean) == axis:
+        if mean.type == "Mean" and mean in made and _is_same(mean.inputs[0], x) and _kept_axis(mean) == axis:
             if not _roots(variance):
                 return None
             trouble = None
@@ -210,6 +223,11 @@ def _moments(variance, made):
             means = [op for op in x.consumers() if op in made and op.type == "Mean" and _kept_axis(op) == axis]
             return BatchNorm("moments", variance, x, axis, means=means, trouble=trouble)
     return None
+
+
+def _is_same(a, b):
+    """Tells whether two tensors are one, or two reads of one resource variable."""
+    return a is b or a.op.type == b.op.type == "ReadVariableOp" and a.op.inputs[0] is b.op.inputs[0]
 
 
 def _base_of_square(op):
