@@ -16,8 +16,9 @@ ORDER = {"towers": ["version", "context", "exchange", "cross_tower", "placement"
                     "graph_walk", "global_loss", "graph_collections", "functions", "likeness", "twins", "state", "builder",
                     "update_ops", "overlap", "gradients", "training", "assignment", "testing"],
          "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
-                       "whole_batch", "batch_norm", "slim", "dependence", "detection", "replacement", "conversion",
-                       "recalibration", "variable_names", "checkpoints"]}
+                       "whole_batch", "batch_norm", "slim", "dependence", "factors", "axis_rules", "layout",
+                       "fused_batch_norms", "roots", "detection", "replacement", "conversion", "recalibration",
+                       "variable_names", "checkpoints"]}
 
 
 def imports(path):

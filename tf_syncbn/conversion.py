@@ -13,7 +13,8 @@ import tensorflow.compat.v1 as tf
 from towers.context import current_tower
 from towers.exchange import TowerMismatchError, forward_op_of
 from tf_syncbn.dependence import find_statistics
-from tf_syncbn.detection import find_batch_norms, find_hidden, is_fused, is_training
+from tf_syncbn.detection import find_batch_norms, find_hidden
+from tf_syncbn.fused_batch_norms import is_fused, is_training
 from tf_syncbn.moving_averages import averaged_layers
 from tf_syncbn.replacement import Added, Replacement, remember_unreplaced
 

@@ -1,63 +1,26 @@
 """Which ops of a graph are batch norms in training mode: what `tf_syncbn.convert_model` is to replace.
 
-Found are ops, not layer objects, so it does not matter what made them: `tf.nn.fused_batch_norm` in all its versions, and
-moments over all axes but one, as `tf.nn.moments` computes them, that a square root divides by. What looks like a batch
-norm and is none of these is found as a suspect. Nothing is changed here.
+Found are ops, not layer objects, so it does not matter what made them: `tf.nn.fused_batch_norm` in all its versions; moments
+over all examples, as `tf.nn.moments` computes them, that a square root divides by; and any other sums or means over all
+examples that come back to them by way of a root, as a scale. What crosses examples otherwise and looks like a batch norm is
+found as a suspect. Nothing is changed here.
 """
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import branch_of, control_flow_now, control_flow_of
+from towers.exchange import control_flow_now, control_flow_of, forward_op_of
 from towers.graph_walk import calls_of
+from tf_syncbn.axis_rules import reduced_axes
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
+from tf_syncbn.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
+from tf_syncbn.layout import Layout
+from tf_syncbn.roots import SAME_VALUE, Examined, is_root, roots_of, statistics_of, use_of
 
-__all__ = ["BatchNorm", "Found", "find_batch_norms", "find_hidden", "is_fused", "is_training", "outside_of_branch"]
+__all__ = ["Found", "find_batch_norms", "find_hidden"]
 
-_FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
-_BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
-_ROOTS = ("Rsqrt", "Sqrt", "Pow")
-_MOVED = ("Switch", "RefSwitch")
-_DIFFERENCES = ("Sub", "SquaredDifference")
-# What a vector of moments goes through, unchanged or a little, on its way to the square root.
-_SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
-_CHOSEN = _MOVED + ("Merge", "Select", "SelectV2") + _BRANCHES
-_SHIFTED = ("Add", "AddV2", "Mul", "RealDiv", "Maximum", "BiasAdd")
-
-
-class BatchNorm(NamedTuple):
-    """A batch norm in training mode.
-
-    Fields:
-      kind: "fused", "fused in tf.cond" or "moments".
-      op: the fused op, or the one that computes the variance.
-      x: tensor, what is normalized.
-      axis: int, the channels' axis, not negative.
-      means: "moments": list of the ops that compute the mean; else empty.
-      frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
-      trouble: str, why it can't be synced; or None.
-    """
-    kind: str
-    op: Any
-    x: Any
-    axis: int
-    means: Any = ()
-    frozen: Any = None
-    trouble: Any = None
-
-    @property
-    def ops(self):
-        """The ops of which a gradient op tells that this batch norm has been differentiated already."""
-        return [self.op] + list(self.means) + ([] if self.frozen is None else [self.frozen])
-
-    @property
-    def moments(self):
-        """The tensors that hold the batch's mean, and those that hold its variance, two lists."""
-        if self.kind == "moments":
-            return [mean.outputs[0] for mean in self.means], [self.op.outputs[0]]
-        if self.kind == "fused":
-            return [self.op.outputs[1]], [self.op.outputs[2]]
-        return tuple([merge.outputs[0] for merge in tensor.consumers()] for tensor in self.op.outputs[1:3])
+_IN_CONTROL_FLOW = ("its moments are computed inside a tf.cond or tf.while_loop, and towers can meet only where every "
+                    "tower comes each step: compute them outside, and choose between results with tf.where")
 
 
 class Found(NamedTuple):
@@ -73,16 +36,6 @@ class Found(NamedTuple):
     of_variables: Any
 
 
-def is_fused(op):
-    """Tells whether an op is a fused batch norm, in whatever mode."""
-    return op.type in _FUSED
-
-
-def is_training(op):
-    """Tells whether a fused batch norm normalizes by the moments of its batch."""
-    return op.get_attr("is_training")
-
-
 def find_batch_norms(ops, batch):
     """Finds the batch norms in training mode among ops, and what looks like one.
 
@@ -94,21 +47,27 @@ def find_batch_norms(ops, batch):
     Returns:
       `Found`.
     """
-    of_data, of_variables = depend_on_data(ops, batch), depend_on_variables(ops)
-    made, of_weights = set(ops), of_variables - of_data
+    of_data = depend_on_data(ops, batch)
+    model = Examined({op: i for i, op in enumerate(ops)}, Layout(ops, batch), of_data, depend_on_variables(ops) - of_data)
     found, of_variables = [], []
     for op in ops:
         if is_fused(op) and is_training(op):
-            if not _has_examples_as_channels(op):
-                found.append(_fused(op))
+            if channels_axis(op) not in model.layout.axes(op.inputs[0]):  # else each example is normalized by itself
+                found.append(fused_batch_norm(op))
         elif op.type == "Mean":
-            batch_norm = _moments(op, made)
+            batch_norm = _moments(op, model)
             if batch_norm is not None:
-                (of_variables if op in of_weights else found).append(batch_norm)
-    known = set(root for batch_norm in found if batch_norm.means for root in _roots(batch_norm.op))
-    suspects = [op for op in ops if op.type in _ROOTS and op not in known
-                and any(_kept_axes(source) and source not in of_weights for source in _sources(op))]
-    return Found(found, suspects, of_variables)
+                (of_variables if op in model.of_weights else found).append(batch_norm)
+    suspects, known = [], {op for batch_norm in found for op in batch_norm.ops + roots_of(batch_norm.op, model)}
+    for op in ops:
+        if op not in known and op not in model.of_weights and is_root(op):
+            batch_norm, is_suspect = _sums(op, model, known)
+            if batch_norm is not None:
+                found.append(batch_norm)
+                known.update(batch_norm.ops)
+            elif is_suspect:
+                suspects.append(op)
+    return Found(sorted(found, key=lambda batch_norm: model.order[batch_norm.op]), suspects, of_variables)
 
 
 def find_hidden(ops):
@@ -118,7 +77,7 @@ def find_hidden(ops):
       A list of operations.
     """
     return calls_of(ops, lambda nodes: any(
-        node.op in _FUSED and node.attr["is_training"].b or _computes_variance(node, nodes) for node in nodes))
+        node.op in FUSED and node.attr["is_training"].b or _computes_variance(node, nodes) for node in nodes))
 
 
 def _computes_variance(node, nodes):
@@ -132,97 +91,36 @@ def _computes_variance(node, nodes):
     return 0 in tf.make_ndarray(axes.attr["value"].tensor).reshape([-1])
 
 
-def _has_examples_as_channels(op):
-    """Tells whether a fused op normalizes each example by itself, as Keras' LayerNormalization makes it do."""
-    reshape = op.inputs[0].op
-    if reshape.type != "Reshape" or reshape.outputs[0].shape.rank is None or reshape.inputs[0].shape.rank is None:
-        return False
-    now, before = (tf.dimension_value(tensor.shape[0]) for tensor in (reshape.outputs[0], reshape.inputs[0]))
-    return now == 1 and before != 1
-
-
-def _fused(op):
-    axis = op.get_attr("data_format").decode().index("C")
-    kind = "fused" if control_flow_of(op) is control_flow_now(op.graph) else "fused in tf.cond"
-    frozen, trouble = None, None
-    if tf.dimension_value(op.inputs[1].shape[0] if op.inputs[1].shape.rank else None) is None:
-        trouble = "the number of its channels is unknown, in %r of shape %s" % (op.inputs[1].name, op.inputs[1].shape)
-    elif kind == "fused in tf.cond":
-        frozen = _sibling(op)
-        if frozen is None:
-            trouble = ("it stands inside a tf.cond or tf.while_loop, and towers can meet only where every tower comes each step. "
-                       "A tf.cond that chooses between the two modes of one fused batch norm, of the same input, and holds "
-                       "nothing else, can be synced: for others give `training` as a bool, or move the layer out")
-    return BatchNorm(kind, op, op.inputs[0], axis, frozen=frozen, trouble=trouble)
-
-
-def _sibling(op):
-    """Returns the batch norm in inference mode of the other branch of a tf.cond around `op`, or None."""
-    if branch_of(op) is None:
-        return None
-    merges = [(k, merge) for k in range(3) for merge in op.outputs[k].consumers()]
-    others = {_other(merge, op.outputs[k], k) for k, merge in merges}
-    frozen = others.pop() if len(others) == 1 else None
-    if frozen is None or is_training(frozen) or any(
-            frozen.get_attr(name) != op.get_attr(name) for name in ("epsilon", "data_format")):
-        return None
-    return frozen if all(_is_same_outside(a, b) for a, b in zip(op.inputs[:3], frozen.inputs[:3])) else None
-
-
-def _other(merge, tensor, output):
-    if merge.type != "Merge" or len(merge.inputs) != 2:
-        return None
-    other, = [t for t in merge.inputs if t is not tensor] or [None]
-    return other.op if other is not None and is_fused(other.op) and other.value_index == output else None
-
-
-def _is_same_outside(a, b):
-    """Tells whether what two branches of a tf.cond take is one tensor outside, one variable, or one constant."""
-    if branch_of(a.op) is None and branch_of(b.op) is None or a.op.type in _MOVED and b.op.type in _MOVED:
-        return outside_of_branch(a) is outside_of_branch(b)
-    if a.op.type != b.op.type or a.op.type not in ("ReadVariableOp", "Identity", "Const", "Fill", "Cast"):
-        return False
-    if a.op.type == "Const":
-        return a.op.node_def.attr["value"] == b.op.node_def.attr["value"]
-    return all(map(_is_same_outside, a.op.inputs, b.op.inputs))
-
-
-def outside_of_branch(tensor):
-    """Returns what a tensor inside a branch of tf.cond is made of, outside of it: the tensor itself, or a read, made anew."""
-    op = tensor.op
-    if branch_of(op) is None:
-        return tensor
-    if op.type in _MOVED:
-        return op.inputs[0]
-    inputs = [outside_of_branch(t) for t in op.inputs]
-    with tf.control_dependencies(None):
-        made = op.graph.create_op(op.type, inputs, [t.dtype for t in op.outputs], attrs=op.node_def.attr, op_def=op.op_def)
-    return made.outputs[tensor.value_index]
-
-
-def _moments(variance, made):
+def _moments(variance, model):
     """Returns the batch norm whose variance this Mean op is, or None."""
-    centred = _base_of_square(variance.inputs[0].op)
-    if centred is None:
-        return None
-    axis = _kept_axis(variance)
-    if axis is None:
+    centred, reduced = _base_of_square(variance.inputs[0].op), reduced_axes(variance)
+    if centred is None or reduced is None or not _takes_examples(variance, reduced, model):
         return None
     for x, other in (centred, centred[::-1]):
         mean = _unchanged(other.op)
-        if mean.type == "Mean" and mean in made and _is_same(mean.inputs[0], x) and _kept_axis(mean) == axis:
-            if not _roots(variance):
+        if mean.type == "Mean" and mean in model.order and _is_same(mean.inputs[0], x) and reduced_axes(mean) == reduced:
+            kept, roots = tuple(axis for axis in range(x.shape.rank) if axis not in reduced), roots_of(variance, model)
+            # The root of one number may be a loss or a summary.
+            if not roots or not kept and not any(use_of(root, model) == "scales" for root in roots):
                 return None
-            trouble = None
-            if tf.dimension_value(x.shape[axis]) is None:
+            trouble = _IN_CONTROL_FLOW if _is_in_control_flow(variance) else None
+            if any(tf.dimension_value(x.shape[axis]) is None for axis in kept):
                 trouble = "the number of its channels is unknown, in %r of shape %s" % (x.name, x.shape)
-            elif control_flow_of(variance) is not control_flow_now(variance.graph):
-                trouble = ("its moments are computed inside a tf.cond or tf.while_loop, and towers can meet only where every "
-                           "tower comes each step: compute them outside, and choose between results with tf.where")
             # What the model subtracts need not be the mean that its variance is of.
-            means = [op for op in x.consumers() if op in made and op.type == "Mean" and _kept_axis(op) == axis]
-            return BatchNorm("moments", variance, x, axis, means=means, trouble=trouble)
+            means = [op for op in x.consumers() if op in model.order and op.type == "Mean" and reduced_axes(op) == reduced]
+            return BatchNorm("moments", variance, x, kept, means=means, trouble=trouble)
     return None
+
+
+def _takes_examples(op, reduced, model):
+    """Tells whether a reduction takes all examples together, or what stands for them in weights that are standardized."""
+    if op in model.of_weights:
+        return 0 in reduced and len(reduced) == op.inputs[0].shape.rank - 1
+    return model.layout.crosses(op) == "all"
+
+
+def _is_in_control_flow(op):
+    return control_flow_of(op) is not control_flow_now(op.graph)
 
 
 def _is_same(a, b):
@@ -241,50 +139,22 @@ def _base_of_square(op):
     return None
 
 
-def _kept_axes(op):
-    """Returns the axes that a reduction over examples keeps, a set, or None where it is over something else or unknown."""
-    rank, axes = op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
-    if rank is None or axes is None:
-        return None
-    kept = set(range(rank)) - {int(axis) % rank for axis in axes.reshape([-1])}
-    return kept if rank and 0 not in kept else None
-
-
-def _kept_axis(op):
-    """Returns the one axis that a reduction over examples keeps, or None."""
-    kept = _kept_axes(op)
-    return kept.pop() if kept is not None and len(kept) == 1 else None
-
-
 def _unchanged(op):
-    while op.type in _SAME_VALUE:
+    while op.type in SAME_VALUE:
         op = op.inputs[0].op
     return op
 
 
-def _roots(op):
-    """Returns the square roots that `op` reaches as a variance does."""
-    seen, stack, roots = set(), [op], []
-    while stack:
-        op = stack.pop()
-        for consumer in {c for tensor in op.outputs for c in tensor.consumers()} - seen:
-            seen.add(consumer)
-            if consumer.type in _ROOTS:
-                roots.append(consumer)
-            elif consumer.type in _SAME_VALUE + _CHOSEN + _SHIFTED:
-                stack.append(consumer)
-    return roots
-
-
-def _sources(op):
-    """Returns what a square root is taken of, back through vector arithmetic."""
-    seen, stack, sources = set(), [op], []
-    while stack:
-        for tensor in stack.pop().inputs:
-            if tensor.op not in seen:
-                seen.add(tensor.op)
-                if tensor.op.type in ("Mean", "Sum"):
-                    sources.append(tensor.op)
-                elif tensor.op.type in _SAME_VALUE + _CHOSEN + _SHIFTED + _DIFFERENCES + ("Square", "DivNoNan", "IdentityN"):
-                    stack.append(tensor.op)
-    return sources
+def _sums(root, model, known):
+    """Returns the batch norm of sums over examples that a root is of, or None, and whether it looks like one else."""
+    sums, counts, are_all = statistics_of(root, model)
+    sums = sorted((op for op in sums if op not in known and forward_op_of(op) is None), key=model.order.get)
+    use = use_of(root, model) if sums else None
+    if use != "scales" or not are_all:
+        return None, bool(sums) and (use is not None or root.outputs[0].shape.rank != 0)
+    unknown = [op.outputs[0] for op in sums if not op.outputs[0].shape.is_fully_defined()]
+    trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
+    if unknown:
+        trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
+    counts = sorted(counts, key=lambda place: (model.order[place[0]], place[1]))
+    return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts, trouble=trouble), False

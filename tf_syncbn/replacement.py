@@ -7,11 +7,12 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
+from towers.cross_tower import all_reduce
 from towers.exchange import branch_of, rewire, wait_only_for
 from towers.graph_walk import ancestors, written_variable, written_variables
 from tf_syncbn.dependence import find_updates
-from tf_syncbn.detection import is_fused, outside_of_branch
-from tf_syncbn.moments import unpack
+from tf_syncbn.fused_batch_norms import outside_of_branch
+from tf_syncbn.moments import accumulator, unpack
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
 
@@ -59,15 +60,19 @@ def remember_unreplaced(batch_norms, scopes, statistics, tower):
 
 
 def _moments_of(batch_norm):
-    x = outside_of_branch(batch_norm.x)
-    return moments_over_towers(_with_channels(x, batch_norm) if batch_norm.kind != "moments" else x, batch_norm.axis, None)
+    if batch_norm.kind == "moments":
+        return moments_over_towers(*_along_one_axis(batch_norm), None)
+    return moments_over_towers(_with_channels(outside_of_branch(batch_norm.x), batch_norm), batch_norm.kept[0], None)
 
 
 def _remember(batch_norm, scope, averages, moments, tower):
     """Notes which moving averages take a batch norm's moments, given by a function that returns them."""
     if averages:
-        epsilon = batch_norm.op.get_attr("epsilon") if is_fused(batch_norm.op) else 0.0
-        remember_layer(AveragedLayer(scope, averages, is_fused(batch_norm.op), epsilon, moments), tower)
+        is_fused = batch_norm.kind.startswith("fused")
+        if len(batch_norm.kept) != 1:  # no vector of channels
+            averages = dict.fromkeys(averages, "unknown")
+        epsilon = batch_norm.op.get_attr("epsilon") if is_fused else 0.0
+        remember_layer(AveragedLayer(scope, averages, is_fused, epsilon, moments), tower)
 
 
 def _averages(index, statistics):
@@ -100,7 +105,8 @@ class Replacement:
     def replace(self, batch_norm, index, scope):
         """Replaces the `BatchNorm` of an index in `statistics`, by ops in its scope and on its device."""
         op = batch_norm.op
-        replace = {"fused": self._fused, "fused in tf.cond": self._fused_in_cond, "moments": self._moments}[batch_norm.kind]
+        replace = {"fused": self._fused, "fused in tf.cond": self._fused_in_cond, "moments": self._moments,
+                   "sums": self._sums}[batch_norm.kind]
         with op.graph.colocate_with(None, ignore_existing=True), tf.device(op.device), tf.control_dependencies(
                 self._waits_for(batch_norm)):
             with tf.name_scope(self._tower.name_scope + scope + "/"), tf.name_scope("sync_batch_norm"):
@@ -139,18 +145,29 @@ class Replacement:
 
     def _normalize(self, batch_norm, x, gamma, beta, training=None, frozen=None):
         x = _with_channels(x, batch_norm)
-        how = Normalization(batch_norm.axis, batch_norm.op.get_attr("epsilon"))
+        how = Normalization(batch_norm.kept[0], batch_norm.op.get_attr("epsilon"))
         y, whole = normalize_over_towers(x, gamma, beta, how, self._tower, None, training, frozen)
         return tf.identity(y, name="output"), whole
 
     def _moments(self, batch_norm):
-        x, axis = batch_norm.x, batch_norm.axis
-        whole = moments_over_towers(x, axis, self._tower)
+        x, kept = batch_norm.x, batch_norm.kept
+        whole = moments_over_towers(*_along_one_axis(batch_norm), self._tower)
         _, mean, variance = (tf.cast(m, x.dtype) for m in unpack(whole))
-        wide = [-1 if i == axis else 1 for i in range(x.shape.rank)]
         for op, new in [(batch_norm.op, variance)] + [(op, mean) for op in batch_norm.means]:
-            self._replace(op.outputs[0], tf.reshape(new, wide if op.get_attr("keep_dims") else [-1]))
+            keeps = op.get_attr("keep_dims")
+            sizes = [size if i in kept else 1 for i, size in enumerate(x.shape.as_list()) if i in kept or keeps]
+            self._replace(op.outputs[0], tf.reshape(new, sizes))
         return whole
+
+    def _sums(self, batch_norm):
+        for op in batch_norm.sums:
+            self._replace(op.outputs[0], _over_towers(op))
+        whole_counts = {}
+        for op, i in batch_norm.counts:
+            count = op.inputs[i]
+            if count.name not in whole_counts:
+                whole_counts[count.name] = all_reduce(count, name="count")
+            rewire(op, i, whole_counts[count.name])
 
     def _replace(self, old, new):
         """Makes all that reads `old` read `new`."""
@@ -209,11 +226,39 @@ def _batch_moments(op, whole):
     return moments if factor == 1.0 else [old + factor * (new - old) for old, new in zip(op.inputs[3:5], moments)]
 
 
+def _over_towers(op):
+    """Returns a sum, or a mean, over the examples of all towers."""
+    x, axes, keeps = op.inputs[0], op.inputs[1], op.get_attr("keep_dims")
+    dtype = accumulator(x.dtype)
+    x, shape = tf.cast(x, dtype), op.outputs[0].shape
+    total = tf.reduce_sum(x, axes, keepdims=keeps)
+    if op.type == "Mean":
+        count = tf.cast(tf.size(x, out_type=tf.int64) // max(shape.num_elements(), 1), dtype)
+        packed = all_reduce(tf.concat([tf.reshape(total, [-1]), [count]], 0), name="mean")
+        total = tf.reshape(tf.div_no_nan(packed[:-1], tf.fill([shape.num_elements()], packed[-1])), shape)
+    else:
+        total = all_reduce(total, name="sum")
+    return tf.cast(total, op.outputs[0].dtype)
+
+
+def _along_one_axis(batch_norm):
+    """Returns the input of a batch norm of moments with all axes that keep theirs made one, and that axis."""
+    x, kept = batch_norm.x, list(batch_norm.kept)
+    if len(kept) == 1:
+        return x, kept[0]
+    order = [axis for axis in range(x.shape.rank) if axis not in kept] + kept
+    channels = tf.TensorShape([tf.dimension_value(x.shape[axis]) for axis in kept]).num_elements()
+    if order != sorted(order):
+        x = tf.transpose(x, order)
+    return tf.reshape(x, [-1, channels]), 1
+
+
 def _with_channels(x, batch_norm):
     """Returns a fused op's input with a known rank and number of channels."""
-    if x.shape.rank is not None and tf.dimension_value(x.shape[batch_norm.axis]) is not None:
+    axis, = batch_norm.kept
+    if x.shape.rank is not None and tf.dimension_value(x.shape[axis]) is not None:
         return x
     known, rank = tf.identity(x), len(batch_norm.op.get_attr("data_format"))
     channels = tf.dimension_value(batch_norm.op.inputs[1].shape[0])
-    known.set_shape([channels if i == batch_norm.axis else None for i in range(rank)])
+    known.set_shape([channels if i == axis else None for i in range(rank)])
     return known

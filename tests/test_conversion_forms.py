@@ -1,0 +1,405 @@
+"""convert_model on batch norms that nobody made of tf.nn.moments over all axes but the last: it follows the examples.
+
+Each is held to the law in float64, and the unconverted model has to break it. What normalizes each example by itself, in
+whatever layout, is left alone without a word.
+"""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+from tests.support import build, has_tf_layers
+from tests.test_conversion import by_moments, collect, variables
+from towers.testing import assert_equals_one_batch
+
+IS_TF1 = tf.__version__.startswith("1.")
+SIZES = [[2, 5], [1, 4, 2]]
+
+
+def batch_of(*shape):
+    return (np.random.RandomState(0).randn(7, *shape),)
+
+
+def model_of(layer, **kwargs):
+    """A model function of two layers; what feeds the second one depends on the whole batch through the first one."""
+    def model_fn(x):
+        y = x * tf.get_variable("scale", [x.shape[-1]], x.dtype, tf.constant_initializer(1.3)) + 0.2
+        for name in ("bn1", "bn2"):
+            with tf.name_scope(name):
+                y = tf.sin(2 * layer(y, **kwargs)) + x * x
+        return tf.reduce_mean(tf.square(y - 0.3 * x))
+    return model_fn
+
+
+def assert_law_and_that_it_may_fail(model_fn, batch, scopes=("bn1", "bn2"), kind="moments"):
+    """The law for 2 and 3 uneven towers in float64, and that the unconverted model breaks it."""
+    for sizes in SIZES:
+        converted = tf_syncbn.convert_model(model_fn)
+        assert_equals_one_batch(converted, batch, num_towers=len(sizes), sizes=sizes)
+        assert [(layer.scope, layer.kind) for layer in converted.converted] == [(scope, kind) for scope in scopes]
+        with pytest.raises(AssertionError, match="towers do not train as one"):
+            assert_equals_one_batch(model_fn, batch, num_towers=len(sizes), sizes=sizes)
+
+
+def assert_left_alone(model_fn, batch):
+    """Asserts that beside another batch norm a model function is left alone, without a warning."""
+    def beside(x):
+        with tf.name_scope("beside"):
+            return {"loss": tf.reduce_mean(by_moments(tf.reshape(x, [-1, x.shape[-1]]), "bn")), "other": model_fn(x)}
+
+    converted = tf_syncbn.convert_model(beside)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(converted, batch)
+    assert [layer.scope for layer in converted.converted] == ["beside/bn"]
+
+
+def test_batch_norms_after_a_loop_train_as_one_tower_does():
+    """What a loop adds up is of the data only by way of the loop's other results, and of variables at once."""
+    def model_fn(x):
+        kernel = tf.get_variable("kernel", [3, 3], x.dtype, tf.constant_initializer(0.3))
+
+        def body(i, state, total):
+            state = tf.tanh(tf.matmul(state, kernel) + total)
+            return i + 1, state, total + state * kernel[0]
+
+        _, _, total = tf.while_loop(lambda i, *_: i < 3, body, (0, x, tf.zeros([x.shape[0], 3], x.dtype)))
+        return tf.reduce_mean(tf.square(tf.sin(by_moments(total, "after")) - by_moments(x * kernel[1], "beside")))
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of(3), ["after", "beside"])
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no recurrent cells")
+@pytest.mark.parametrize("cell", ["GRUCell", "BasicLSTMCell"])
+def test_batch_norms_after_a_recurrent_network_train_as_one_tower_does(cell):
+    def model_fn(x):
+        y, state = tf.nn.dynamic_rnn(getattr(tf.nn.rnn_cell, cell)(3), x, dtype=x.dtype)
+        last = tf.nest.flatten(state)[0]
+        return tf.reduce_mean(tf.sin(by_moments(y, "bn1"))) + tf.reduce_mean(tf.sin(2 * by_moments(last, "bn2")))
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of(4, 3), ["bn1", "bn2"])
+
+
+def normalize(x, axes, keep_dims=True):
+    mean, variance = tf.nn.moments(x, axes, keep_dims=keep_dims)
+    return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+
+def transposed(x):
+    """Channels along axis 0, examples along the last."""
+    return tf.transpose(normalize(tf.transpose(x, [2, 1, 0]), [1, 2]), [2, 1, 0])
+
+
+def matrix_transposed(x):
+    return tf.transpose(normalize(tf.transpose(x), [1]))
+
+
+def time_major(x):
+    """Each step of time has moments of its own."""
+    return tf.transpose(normalize(tf.transpose(x, [1, 0, 2]), [1]), [1, 0, 2])
+
+
+def time_major_and_flat(x):
+    time, _, channels = tf.transpose(x, [1, 0, 2]).shape
+    y = tf.reshape(tf.transpose(x, [1, 0, 2]), [-1, channels])
+    y = tf.reshape(2 * y, [time, -1, channels])
+    return tf.transpose(normalize(y, [1]), [1, 0, 2])
+
+
+def of_unknown_sizes(x):
+    """As `time_major_and_flat`, where only tf.shape knows the sizes of the batch."""
+    size = tf.shape(tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:]))[0]
+    y = tf.transpose(tf.reshape(x, tf.stack([size, 4, 3])), [1, 0, 2])
+    y = tf.reshape(tf.reshape(y, [4 * size, 3]), tf.stack([4, size, 3]))
+    return tf.reshape(tf.transpose(normalize(y, [1]), [1, 0, 2]), tf.shape(x))
+
+
+def expanded(x):
+    return tf.squeeze(normalize(tf.expand_dims(x, 0), [0, 1, 2]), [0])
+
+
+def each_activation(x):
+    return normalize(x, [0])
+
+
+def each_group(x):
+    """Groups of channels, over the batch."""
+    grouped = tf.reshape(x, [-1, 2, 2, 2])
+    return tf.reshape(normalize(grouped, [0, 1, 3]), tf.shape(x))
+
+
+def all_at_once(x):
+    return normalize(x, list(range(x.shape.rank)))
+
+
+def stacked(x):
+    return tf.stack([normalize(part, [0]) for part in tf.unstack(x, axis=1)], 1)
+
+
+@pytest.mark.parametrize("layer, shape", [
+    (transposed, [4, 3]), (matrix_transposed, [3]), (time_major, [4, 3]), (time_major_and_flat, [4, 3]),
+    (of_unknown_sizes, [4, 3]), (expanded, [4, 3]), (each_activation, [4, 3]), (each_group, [2, 4]), (all_at_once, [4, 3])])
+def test_examples_are_followed_to_the_axis_that_they_lie_along(layer, shape):
+    assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape))
+
+
+def test_parts_of_examples_are_batch_norms_each():
+    assert_law_and_that_it_may_fail(model_of(stacked), batch_of(2, 3), ["bn1", "bn1", "bn2", "bn2"])
+
+
+def centred(x):
+    mean = tf.reduce_mean(x, 0)
+    return x - mean, tf.reduce_mean(tf.square(x - mean), 0) + 1e-3
+
+
+@pytest.mark.parametrize("invert", [
+    lambda v: tf.exp(-0.5 * tf.log(v)), lambda v: 1 / tf.exp(0.5 * tf.log(v)), lambda v: v ** -0.5, lambda v: tf.pow(v, -0.5),
+    lambda v: tf.reciprocal(tf.sqrt(v)), lambda v: tf.sqrt(1 / v), lambda v: 1 / (tf.sqrt(v) + 0.1)])
+def test_roots_are_known_however_they_are_written(invert):
+    def layer(x):
+        difference, variance = centred(x)
+        return difference * invert(variance)
+
+    assert_law_and_that_it_may_fail(model_of(layer), batch_of(3))
+
+
+def test_moments_handed_to_a_fused_op_are_those_of_all_towers():
+    def layer(x):
+        y = tf.cast(tf.reshape(x, [-1, 2, 2, 3]), tf.float32)
+        mean, variance = tf.nn.moments(y, [0, 1, 2])
+        y = tf.nn.fused_batch_norm(y, tf.ones([3]), tf.zeros([3]), mean, variance, 1e-3, is_training=False)[0]
+        return tf.reshape(y, tf.shape(x))
+
+    def model_fn(x):
+        x = tf.cast(x, tf.float32)
+        return tf.reduce_mean(tf.square(tf.sin(2 * layer(x * tf.get_variable("scale", [3], tf.float32))) - x))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    assert_equals_one_batch(converted, batch_of(4, 3), num_towers=3, sizes=SIZES[1])
+    assert [layer.kind for layer in converted.converted] == ["moments"]
+
+
+def of_squares(x):
+    mean = tf.reduce_mean(x, 0)
+    variance = tf.reduce_mean(tf.square(x), 0) - tf.square(mean)
+    return (x - mean) * tf.rsqrt(variance + 1e-3)
+
+
+def of_sums(x):
+    """Sums, divided by the number of examples."""
+    count = tf.cast(tf.shape(x)[0], x.dtype)
+    mean = tf.reduce_sum(x, 0) / count
+    return (x - mean) / tf.sqrt(tf.reduce_sum((x - mean) ** 2, 0) / count + 1e-3)
+
+
+def of_sums_by_a_constant(x):
+    count = x.shape.as_list()[0]
+    mean = tf.reduce_sum(x, 0) / count
+    return (x - mean) / tf.sqrt(tf.reduce_sum((x - mean) ** 2, 0) / count + 1e-3)
+
+
+def unbiased(x):
+    count = tf.shape(x)[0] * tf.shape(x)[1]
+    mean = tf.reduce_sum(x, [0, 1]) / tf.cast(count, x.dtype)
+    return (x - mean) / tf.sqrt(tf.reduce_sum((x - mean) ** 2, [0, 1]) / tf.cast(count - 1, x.dtype) + 1e-3)
+
+
+def of_sufficient_statistics(x):
+    statistics = tf.nn.sufficient_statistics(x, [0, 1])
+    mean, variance = tf.nn.normalize_moments(*statistics[:3], shift=None)
+    return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+
+def of_sufficient_statistics_of_unknown_size(x):
+    x = tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:])
+    return of_sufficient_statistics(x)
+
+
+def weighted(x):
+    mean, variance = tf.nn.weighted_moments(x, [0, 1], tf.square(x[:, :, :1]) + 0.1)
+    return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+
+def masked(x):
+    mask = tf.cast(x[:, :, :1] > -0.5, x.dtype)
+    count = tf.reduce_sum(mask)
+    mean = tf.reduce_sum(mask * x, [0, 1]) / count
+    return (x - mean) / tf.sqrt(tf.reduce_sum(mask * (x - mean) ** 2, [0, 1]) / count + 1e-3)
+
+
+def by_norm(x):
+    return tf.nn.l2_normalize(x, 0)
+
+
+def by_mean_square(x):
+    """What is subtracted is no part of what it is divided by."""
+    return (x - tf.reduce_mean(x, 0)) * tf.rsqrt(tf.reduce_mean(x ** 2, 0) + 1e-3)
+
+
+def mean_of_means(x):
+    mean = tf.reduce_mean(tf.reduce_mean(x, 1, keepdims=True), 0, keepdims=True)
+    variance = tf.reduce_mean(tf.reduce_mean((x - mean) ** 2, 1, keepdims=True), 0, keepdims=True)
+    return (x - mean) / tf.sqrt(variance + 1e-3)
+
+
+@pytest.mark.parametrize("layer, shape", [
+    (of_squares, [3]), (of_sums, [3]), (of_sums_by_a_constant, [3]), (unbiased, [4, 3]), (of_sufficient_statistics, [4, 3]),
+    (of_sufficient_statistics_of_unknown_size, [4, 3]), (weighted, [4, 3]), (masked, [4, 3]), (by_norm, [4, 3]),
+    (by_mean_square, [3]), (mean_of_means, [4, 3])])
+def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
+    scopes = ["bn1/l2_normalize", "bn2/l2_normalize"] if layer is by_norm else ["bn1", "bn2"]
+    assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")
+
+
+def test_moving_averages_of_sums_move_once_a_step():
+    def layer(x, name="bn"):
+        *_, mean_average, variance_average = variables(3, x.dtype, tf.get_default_graph().get_name_scope().split("/")[-1])
+        mean = tf.reduce_mean(x, 0)
+        variance = tf.reduce_mean(tf.square(x), 0) - tf.square(mean)
+        collect([mean_average, variance_average], [mean, variance])
+        return (x - mean) * tf.rsqrt(variance + 1e-3)
+
+    for update_ops in ("first", "all", "last", "none"):
+        assert_equals_one_batch(tf_syncbn.convert_model(model_of(layer)), batch_of(3), 3, SIZES[1], update_ops)
+
+
+def group_norm(x):
+    shape = tf.shape(x)
+    grouped = tf.reshape(x, [shape[0], shape[1], shape[2], 2, 2])
+    return tf.reshape(normalize(grouped, [1, 2, 4]), shape)
+
+
+def group_norm_of_channels_first(x):
+    x = tf.transpose(x, [0, 3, 1, 2])
+    _, channels, height, width = x.shape.as_list()
+    return tf.reshape(normalize(tf.reshape(x, [-1, 2, channels // 2, height, width]), [2, 3, 4]), [-1, channels, height, width])
+
+
+def instance_norm_by_the_fused_op(x):
+    x = tf.cast(tf.reshape(tf.transpose(x, [0, 3, 1, 2]), [1, -1, x.shape[1], x.shape[2]]), tf.float32)
+    return tf.nn.fused_batch_norm(tf.transpose(x, [0, 2, 3, 1])[:, :, :, :4 * x.shape[0]], tf.ones([4]), tf.zeros([4]))[0]
+
+
+def layer_norm_of_time_major(x):
+    return normalize(tf.transpose(x[:, :, 0], [1, 0, 2]), [2])
+
+
+def instance_norm_of_time_major(x):
+    return normalize(tf.transpose(x[:, :, 0], [1, 0, 2]), [0])
+
+
+def instance_norm_in_a_map(x):
+    return tf.map_fn(lambda image: normalize(image, [0, 1]), x)
+
+
+def standardized_images(x):
+    return tf.map_fn(tf.image.per_image_standardization, x)
+
+
+def unit_vectors(x):
+    return tf.nn.l2_normalize(tf.reshape(x, [tf.shape(x)[0], -1]), 1)
+
+
+def attention(x):
+    y = tf.reshape(x, [tf.shape(x)[0], -1, 4])
+    weights = tf.nn.softmax(tf.matmul(y, y, transpose_b=True))
+    return normalize(tf.matmul(weights, y), [-1])
+
+
+def ghost_batch_norm(x):
+    """Groups of consecutive examples, as virtual_batch_size makes them: each is of one tower."""
+    virtual = tf.reshape(x[:2], [-1, 1] + x.shape.as_list()[1:])
+    return normalize(virtual, [1, 2, 3])
+
+
+def gradient_penalty(x):
+    slope, = tf.gradients(tf.reduce_sum(tf.sin(x)), x)
+    return tf.square(tf.sqrt(tf.reduce_sum(tf.square(slope), [1, 2, 3])) - 1)
+
+
+def root_mean_square_error(x):
+    return tf.sqrt(tf.reduce_mean(tf.square(x - 0.5)))
+
+
+def summary(x):
+    mean = tf.reduce_mean(x)
+    tf.summary.scalar("stddev", tf.sqrt(tf.reduce_mean(tf.square(x - mean))))
+    return tf.reduce_mean(x)
+
+
+def clipped_gradients(x):
+    kernel = tf.get_variable("kernel", [4, 2], x.dtype)
+    bias = tf.get_variable("bias", [2], x.dtype)
+    gradients = tf.gradients(tf.reduce_mean(tf.square(tf.matmul(tf.reshape(x, [-1, 4]), kernel) + bias)), [kernel, bias])
+    return [gradient * tf.rsqrt(tf.square(gradient) + 1e-8) for gradient in gradients] + tf.clip_by_global_norm(gradients, 1)[0]
+
+
+def weight_norm(x):
+    kernel = tf.get_variable("kernel", [4, 2], x.dtype)
+    return tf.matmul(tf.reshape(x, [-1, 4]), tf.nn.l2_normalize(kernel, 0))
+
+
+@pytest.mark.parametrize("model_fn", [
+    group_norm, group_norm_of_channels_first, layer_norm_of_time_major, instance_norm_of_time_major, unit_vectors, attention,
+    ghost_batch_norm, gradient_penalty, root_mean_square_error, summary, clipped_gradients, weight_norm, standardized_images,
+    pytest.param(instance_norm_in_a_map, marks=pytest.mark.skipif(
+        tf.control_flow_v2_enabled(), reason="functions are not looked into that far"))])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_normalizes_each_example_by_itself_is_left_alone_without_a_warning(model_fn, is_known):
+    x, = batch_of(5, 3, 4)
+    assert_left_alone(model_fn, (x if is_known else tf.placeholder_with_default(x, [None, 5, 3, 4]),))
+
+
+def minibatch_stddev(x, size=2):
+    """As progressive GANs have it: groups of examples that are not neighbours, as a feature."""
+    y = tf.reshape(x, [size, -1] + x.shape.as_list()[1:])
+    y = tf.sqrt(tf.reduce_mean(tf.square(y - tf.reduce_mean(y, 0, keepdims=True)), 0) + 1e-8)
+    y = tf.tile(tf.reduce_mean(y, [1, 2, 3], keepdims=True), [size, *x.shape.as_list()[1:3], 1])
+    return tf.concat([x, y], 3)
+
+
+def softmax_over_examples(x):
+    return tf.exp(x - tf.reduce_logsumexp(x, 0, keepdims=True))
+
+
+def by_largest(x):
+    return x / tf.sqrt(tf.reduce_max(x ** 2, 0) + tf.reduce_mean(x ** 2, 0))
+
+
+@pytest.mark.parametrize("layer", [minibatch_stddev, by_largest])
+def test_what_is_of_the_batch_and_can_not_be_synced_is_named(layer):
+    def model_fn(x):
+        with tf.name_scope("mine"):
+            y = layer(x)
+        return tf.reduce_mean(by_moments(y, "bn"))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    x = np.random.RandomState(0).randn(8, 5, 3, 4)
+    with pytest.warns(UserWarning, match="keeps the moments of each tower: 'mine'. "):
+        build(converted, (x,))
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+def test_what_can_not_be_synced_is_an_error_where_there_is_nothing_else():
+    with pytest.raises(ValueError, match="no batch norm of a kind that it knows; what looks like one is 'bn1', 'bn2'. Take"):
+        build(tf_syncbn.convert_model(model_of(by_largest)), batch_of(3))
+
+
+@pytest.mark.parametrize("layer", [time_major, of_squares])
+def test_an_unknown_number_of_steps_is_refused_by_name(layer):
+    def model_fn(x):
+        with tf.name_scope("mine"):
+            return tf.reduce_mean(layer(x))
+
+    with pytest.raises(ValueError, match="can't sync the batch norm 'mine.*': the number of its channels is unknown, in "):
+        build(tf_syncbn.convert_model(model_fn), (tf.placeholder(tf.float64, [7, None, 3]),))
+
+
+def test_sums_in_a_loop_are_refused_by_name():
+    def model_fn(x):
+        return tf.reduce_mean(tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, of_squares(y)), (0, x))[1])
+
+    with pytest.raises(ValueError, match="(inside a tf.cond or tf.while_loop|contains a batch norm in training mode)"):
+        build(tf_syncbn.convert_model(model_fn), batch_of(3))

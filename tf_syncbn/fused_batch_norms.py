@@ -1,0 +1,127 @@
+"""What a batch norm of a graph is, and those of a fused op: alone, or in a tf.cond that chooses between its two modes."""
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import branch_of, control_flow_now, control_flow_of
+
+__all__ = ["FUSED", "BatchNorm", "channels_axis", "fused_batch_norm", "is_fused", "is_training", "outside_of_branch"]
+
+FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
+_MOVED = ("Switch", "RefSwitch")
+
+
+class BatchNorm(NamedTuple):
+    """A batch norm in training mode.
+
+    Fields:
+      kind: "fused", "fused in tf.cond", "moments" or "sums".
+      op: the fused op, the one that computes the variance, or of "sums" the root.
+      x: tensor, what is normalized.
+      kept: tuple of int, the axes that have moments of their own, not negative: the channels' alone in fused ones.
+      means: "moments": list of the ops that compute the mean; else empty.
+      frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
+      sums: "sums": list of the ops that take sums or means over examples, in order; else empty.
+      counts: "sums": list of (op, number of an input) that take a number of examples; else empty.
+      trouble: str, why it can't be synced; or None.
+    """
+    kind: str
+    op: Any
+    x: Any
+    kept: tuple
+    means: Any = ()
+    frozen: Any = None
+    sums: Any = ()
+    counts: Any = ()
+    trouble: Any = None
+
+    @property
+    def ops(self):
+        """The ops of which a gradient op tells that this batch norm has been differentiated already."""
+        return [self.op] + list(self.means) + list(self.sums) + ([] if self.frozen is None else [self.frozen])
+
+    @property
+    def moments(self):
+        """The tensors that hold the batch's mean, and those that hold its variance, two lists; of sums all are in the second."""
+        if self.kind == "moments":
+            return [mean.outputs[0] for mean in self.means], [self.op.outputs[0]]
+        if self.kind == "sums":
+            return [], [op.outputs[0] for op in self.sums]
+        if self.kind == "fused":
+            return [self.op.outputs[1]], [self.op.outputs[2]]
+        return tuple([merge.outputs[0] for merge in tensor.consumers()] for tensor in self.op.outputs[1:3])
+
+
+def is_fused(op):
+    """Tells whether an op is a fused batch norm, in whatever mode."""
+    return op.type in FUSED
+
+
+def is_training(op):
+    """Tells whether a fused batch norm normalizes by the moments of its batch."""
+    return op.get_attr("is_training")
+
+
+def channels_axis(op):
+    """Returns the channels' axis of a fused batch norm."""
+    return op.get_attr("data_format").decode().index("C")
+
+
+def fused_batch_norm(op):
+    """Returns the `BatchNorm` that a fused op in training mode is."""
+    axis = channels_axis(op)
+    kind = "fused" if control_flow_of(op) is control_flow_now(op.graph) else "fused in tf.cond"
+    frozen, trouble = None, None
+    if tf.dimension_value(op.inputs[1].shape[0] if op.inputs[1].shape.rank else None) is None:
+        trouble = "the number of its channels is unknown, in %r of shape %s" % (op.inputs[1].name, op.inputs[1].shape)
+    elif kind == "fused in tf.cond":
+        frozen = _sibling(op)
+        if frozen is None:
+            trouble = ("it stands inside a tf.cond or tf.while_loop, and towers can meet only where every tower comes each step. "
+                       "A tf.cond that chooses between the two modes of one fused batch norm, of the same input, and holds "
+                       "nothing else, can be synced: for others give `training` as a bool, or move the layer out")
+    return BatchNorm(kind, op, op.inputs[0], (axis,), frozen=frozen, trouble=trouble)
+
+
+def _sibling(op):
+    """Returns the batch norm in inference mode of the other branch of a tf.cond around `op`, or None."""
+    if branch_of(op) is None:
+        return None
+    merges = [(k, merge) for k in range(3) for merge in op.outputs[k].consumers()]
+    others = {_other(merge, op.outputs[k], k) for k, merge in merges}
+    frozen = others.pop() if len(others) == 1 else None
+    if frozen is None or is_training(frozen) or any(
+            frozen.get_attr(name) != op.get_attr(name) for name in ("epsilon", "data_format")):
+        return None
+    return frozen if all(_is_same_outside(a, b) for a, b in zip(op.inputs[:3], frozen.inputs[:3])) else None
+
+
+def _other(merge, tensor, output):
+    if merge.type != "Merge" or len(merge.inputs) != 2:
+        return None
+    other, = [t for t in merge.inputs if t is not tensor] or [None]
+    return other.op if other is not None and is_fused(other.op) and other.value_index == output else None
+
+
+def _is_same_outside(a, b):
+    """Tells whether what two branches of a tf.cond take is one tensor outside, one variable, or one constant."""
+    if branch_of(a.op) is None and branch_of(b.op) is None or a.op.type in _MOVED and b.op.type in _MOVED:
+        return outside_of_branch(a) is outside_of_branch(b)
+    if a.op.type != b.op.type or a.op.type not in ("ReadVariableOp", "Identity", "Const", "Fill", "Cast"):
+        return False
+    if a.op.type == "Const":
+        return a.op.node_def.attr["value"] == b.op.node_def.attr["value"]
+    return all(map(_is_same_outside, a.op.inputs, b.op.inputs))
+
+
+def outside_of_branch(tensor):
+    """Returns what a tensor inside a branch of tf.cond is made of, outside of it: the tensor itself, or a read, made anew."""
+    op = tensor.op
+    if branch_of(op) is None:
+        return tensor
+    if op.type in _MOVED:
+        return op.inputs[0]
+    inputs = [outside_of_branch(t) for t in op.inputs]
+    with tf.control_dependencies(None):
+        made = op.graph.create_op(op.type, inputs, [t.dtype for t in op.outputs], attrs=op.node_def.attr, op_def=op.op_def)
+    return made.outputs[tensor.value_index]

@@ -1,0 +1,78 @@
+"""Along which axes of each tensor the examples of a batch lie.
+
+A batch norm is what takes means over examples. They lie along axis 0 of what a model function was given; transpositions and
+reshapes move them. Where an op of no known kind loses them, or data comes from elsewhere (noise, a placeholder), they are
+presumed along axis 0.
+"""
+import functools
+import operator
+
+from tf_syncbn.axis_rules import follow, reduced_axes
+from tf_syncbn.dependence import settle
+from tf_syncbn.factors import Known, along_first, level, plain
+
+__all__ = ["Layout"]
+
+_PASSED_ON = ("Identity", "RefIdentity", "Enter", "RefEnter", "Switch", "RefSwitch", "Cast")
+_NO_DATA = ("VariableV2", "Variable", "VarHandleOp", "ReadVariableOp", "Const")
+
+
+class Layout:
+    """Where examples lie in the tensors of a model.
+
+    Args:
+      ops: list of operations.
+      batch: list of tensors, what the ops were given.
+    """
+
+    def __init__(self, ops, batch):
+        self._made, self._given = set(ops), {tensor.name for tensor in batch}
+        self._answers = {}
+        self._answers = settle(ops, self._follow)
+
+    def _follow(self, op, answers):
+        self._answers = answers
+        return follow(op, [self._known(tensor) for tensor in op.inputs])
+
+    def _known(self, tensor):
+        if tensor.op in self._made and tensor.name not in self._given:
+            return self._answers[tensor.op][tensor.value_index] if tensor.op in self._answers else Known()
+        source = tensor.op
+        while source.type in _PASSED_ON and source.inputs:
+            source = source.inputs[0].op
+        if tensor.name in self._given:
+            return Known(along_first(tensor, 2))
+        return Known(plain(tensor) if source.type in _NO_DATA else along_first(tensor))
+
+    def axes(self, tensor):
+        """Returns the axes of a tensor along which examples lie, a list."""
+        return [i for i, axis in enumerate(self._known(tensor).axes or ()) if level(axis)]
+
+    def is_sure(self, tensor):
+        """Tells whether examples are known, not only presumed, to lie along some axis of a tensor."""
+        return max(map(level, self._known(tensor).axes or ()), default=0) > 1
+
+    def is_count(self, tensor):
+        """Tells whether a scalar is the size of what holds examples, so that it adds up over towers."""
+        size, = self._known(tensor).sizes or [None] if tensor.shape.rank == 0 else [None]
+        return size is not None and sum(factor.of_examples > 0 for factor in size) == 1
+
+    def number(self, tensor):
+        """Returns the value of a scalar that is a product of known sizes; else None."""
+        size, = self._known(tensor).sizes or [None] if tensor.shape.rank == 0 else [None]
+        if size is None or not all(isinstance(factor.size, int) for factor in size):
+            return None
+        return functools.reduce(operator.mul, (factor.size for factor in size), 1)
+
+    def crosses(self, op):
+        """Tells whether a reduction takes examples together.
+
+        Returns:
+          "all" of them, "some" of them where groups of examples that are not consecutive are reduced, or None. Groups of
+          consecutive examples are those of one tower, and what is reduced for each of them is exact there.
+        """
+        axes, reduced = self.axes(op.inputs[0]), reduced_axes(op)
+        if reduced is None or not reduced.intersection(axes):
+            return None
+        kept = [axis for axis in axes if axis not in reduced]
+        return "all" if not kept else "some" if kept[0] > min(reduced.intersection(axes)) else None
