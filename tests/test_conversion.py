@@ -367,6 +367,28 @@ def test_a_layer_applied_twice_is_converted_twice():
     assert [layer.scope for layer in converted.converted] == ["bn", "bn_1"]
 
 
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="refused there")
+def test_a_layer_applied_twice_that_reads_its_averages_where_it_does_not_train_trains_as_one_tower_does():
+    def layer(x):
+        _, _, *moving = variables(3, x.dtype, "bn")
+        moments = tf.nn.moments(x, [0])
+        with tf.control_dependencies([x]):  # so that the second update reads what the first one wrote
+            updates = [tf.assign_sub(m, 0.1 * (m.read_value() - new)) for m, new in zip(moving, moments)]
+
+        def trained():
+            with tf.control_dependencies(updates):
+                return tf.nn.batch_normalization(x, *moments, None, None, 1e-3)
+
+        return tf.cond(tf.placeholder_with_default(True, []), trained,
+                       lambda: tf.nn.batch_normalization(x, *moving, None, None, 1e-3))
+
+    def model_fn(x):
+        x *= tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3))
+        return tf.reduce_mean(tf.square(tf.sin(layer(tf.sin(layer(x)))) - x))
+
+    assert_law(model_fn, batch_of([7, 3], tf.float64), "first", ["moments"] * 2)
+
+
 def test_converted_layers_are_listed_and_logged(monkeypatch):
     logged = []
     monkeypatch.setattr(tf.logging, "info", lambda message, *args: logged.append(message % args))

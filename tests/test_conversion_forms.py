@@ -253,6 +253,16 @@ def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")
 
 
+def test_sums_of_different_kinds_in_one_model_are_counted_once():
+    def layer(x):
+        with tf.name_scope("a"):
+            y = of_sums_by_a_constant(x)
+        with tf.name_scope("b"):
+            return of_sums(1.5 * y - 0.1)
+
+    assert_law_and_that_it_may_fail(model_of(layer), batch_of(3), ["bn1/a", "bn1/b", "bn2/a", "bn2/b"], "sums")
+
+
 def test_moving_averages_of_sums_move_once_a_step():
     def layer(x, name="bn"):
         *_, mean_average, variance_average = variables(3, x.dtype, tf.get_default_graph().get_name_scope().split("/")[-1])
@@ -368,7 +378,11 @@ def by_largest(x):
     return x / tf.sqrt(tf.reduce_max(x ** 2, 0) + tf.reduce_mean(x ** 2, 0))
 
 
-@pytest.mark.parametrize("layer", [minibatch_stddev, by_largest])
+def minibatch_stddev_of_all(x):
+    return minibatch_stddev(x, x.shape.as_list()[0])
+
+
+@pytest.mark.parametrize("layer", [minibatch_stddev, minibatch_stddev_of_all, by_largest])
 def test_what_is_of_the_batch_and_can_not_be_synced_is_named(layer):
     def model_fn(x):
         with tf.name_scope("mine"):

@@ -20,6 +20,7 @@ _NO_EXAMPLES = re.compile("Const|Variable|VarHandleOp|ReadVariableOp|BiasAddGrad
 _NO_ELEMENTS = ("TensorArrayV3", "TensorListReserve", "EmptyTensorList")
 _DATA = re.compile("Placeholder(V2)?$|Iterator|.*Dequeue|(Eager)?PyFunc|Parse|Decode|Reader|ReadFile")
 _RANDOM = re.compile("Random|.*(TruncatedNormal|RandomNormal|RandomUniform|StandardNormal|StatefulUniform)")
+_REST = (Factor(-1),)  # of a reshape
 
 
 def follow(op, inputs):
@@ -75,7 +76,7 @@ def _sizes(tensor, known):
     if known.sizes is None and tensor.dtype.base_dtype.is_integer and tensor.shape.rank in (0, 1):
         value = tf.get_static_value(tensor)
         if value is not None:
-            return tuple((Factor(int(number)),) if number >= 0 else None for number in value.reshape([-1]))
+            return tuple((Factor(int(number)),) for number in value.reshape([-1]))
     return known.sizes
 
 
@@ -148,10 +149,16 @@ def _reshape(op, inputs):
     if inputs[0].axes is None or output.shape.rank is None:
         return None
     wanted = [None if size is None else (Factor(size),) for size in output.shape.as_list()]
-    given = _sizes(op.inputs[1], inputs[1])
-    if given is not None and len(given) == len(wanted):
-        wanted = [size if now is None else now for size, now in zip(given, wanted)]
-    return [Known(divide(sum(inputs[0].axes, ()), wanted, output.name), inputs[0].sizes)]
+    given = _sizes(op.inputs[1], inputs[1]) or ()
+    if len(given) == len(wanted):
+        wanted = [size if now is None and size != _REST else now for size, now in zip(given, wanted)]
+    axes = divide(sum(inputs[0].axes, ()), wanted, output.name)
+    # Where all examples fit into the sizes that are given, more of them would go to the rest.
+    if _REST in given and not any(size and level(size) for size in given):
+        rest, surest = given.index(_REST), max(map(level, axes), default=0)
+        if surest and not axes[rest]:
+            axes = axes[:rest] + ((Factor((output.name, rest), surest),),) + axes[rest + 1:]
+    return [Known(axes, inputs[0].sizes)]
 
 
 def _expand_dims(op, inputs):

@@ -64,7 +64,7 @@ def find_batch_norms(ops, batch):
             batch_norm, is_suspect = _sums(op, model, known)
             if batch_norm is not None:
                 found.append(batch_norm)
-                known.update(batch_norm.ops)
+                known.update(batch_norm.ops, batch_norm.counts)
             elif is_suspect:
                 suspects.append(op)
     return Found(sorted(found, key=lambda batch_norm: model.order[batch_norm.op]), suspects, of_variables)
@@ -146,7 +146,10 @@ def _unchanged(op):
 
 
 def _sums(root, model, known):
-    """Returns the batch norm of sums over examples that a root is of, or None, and whether it looks like one else."""
+    """Returns the batch norm of sums over examples that a root is of, or None, and whether it looks like one else.
+
+    What is `known` is of an earlier one: its ops, and where its counts go in.
+    """
     sums, counts, are_all = statistics_of(root, model)
     sums = sorted((op for op in sums if op not in known and forward_op_of(op) is None), key=model.order.get)
     use = use_of(root, model) if sums else None
@@ -156,5 +159,5 @@ def _sums(root, model, known):
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
     if unknown:
         trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
-    counts = sorted(counts, key=lambda place: (model.order[place[0]], place[1]))
+    counts = sorted(counts - known, key=lambda place: (model.order[place[0]], place[1]))
     return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts, trouble=trouble), False

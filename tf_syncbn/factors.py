@@ -95,8 +95,8 @@ def divide(factors, sizes, name):
         middle = [(factor,) for factor in factors]
     elif missing == 1:
         middle = [factors]
-    else:  # the outermost factor is in the outermost axis; others may be in any
-        is_outermost = level(factors[:1]) > level(factors[1:])
+    else:  # the outermost of several factors is in the outermost axis; others may be in any
+        is_outermost = len(factors) > 1 and level(factors[:1]) > level(factors[1:])
         middle = [(Factor((name, i), 0 if i and is_outermost else level(factors)),) for i in range(missing)]
     return tuple(left + middle + [axis[::-1] for axis in right[::-1]])
 
