@@ -52,7 +52,7 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").glob("*.py")) + list((ROOT / "tf_syncbn").glob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast",
-                   "contextlib", "functools", "hashlib", "itertools", "os", "re", "sys", "threading", "typing", "warnings"}
+                   "contextlib", "functools", "hashlib", "itertools", "operator", "os", "re", "sys", "threading", "typing", "warnings"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 
 
