@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "context", "exchange", "cross_tower", "placement", "batch", "shares", "sharing",
-                    "graph_walk", "global_loss", "graph_collections", "functions", "likeness", "twins", "state", "builder",
-                    "update_ops", "overlap", "gradients", "training", "assignment", "testing"],
+                    "graph_walk", "global_loss", "graph_collections", "functions", "likeness", "twins", "state",
+                    "empty_batches", "builder", "update_ops", "overlap", "gradients", "training", "assignment", "testing"],
          "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
                        "whole_batch", "batch_norm", "slim", "dependence", "factors", "axis_rules", "layout",
                        "fused_batch_norms", "roots", "detection", "replacement", "conversion", "recalibration",
@@ -52,7 +52,8 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").glob("*.py")) + list((ROOT / "tf_syncbn").glob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast",
-                   "contextlib", "functools", "hashlib", "itertools", "operator", "os", "re", "sys", "threading", "typing", "warnings"}
+                   "contextlib", "functools", "hashlib", "itertools", "operator",
+                   "os", "re", "sys", "threading", "typing", "warnings"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 
 

@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.batch import PerTower, check_batch, split_batch
 from towers.context import TowerContext, check_graph, current_tower, enter_tower
+from towers.empty_batches import survive_empty_batches
 from towers.exchange import Meetings, TowerMismatchError
 from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
@@ -227,6 +228,7 @@ class _Build:
             with self.collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
                 with enter_tower(context), tf.device(place):
                     outputs = model_fn(*args)
+                    outputs = survive_empty_batches(outputs, args, context, graph.get_operations()[first_op:])
         self._meetings.check_complete(index)
         self.added.append(added)
         weight, updates = count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, [])

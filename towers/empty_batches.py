@@ -1,0 +1,75 @@
+"""Towers without examples on CPUs where TensorFlow runs on oneDNN: the last short batch of an epoch may leave some.
+
+oneDNN's convolutions give an empty batch the shape of their input, and the gradient of its pooling ends the process. So an op of
+these whose batch has an unknown size is given one example of zeros where it would get none, and that is cut off what comes out.
+No value changes and no gradient, and a batch that has examples is handed on without a copy.
+"""
+import tensorflow.compat.v1 as tf
+
+from towers.exchange import control_flow_now, control_flow_of, rewire, runs_onednn
+
+__all__ = ["survive_empty_batches"]
+
+# Types of ops -> which of their inputs hold the batch along axis 0.
+_BATCHES = {"Conv2D": (0,), "DepthwiseConv2dNative": (0,), "Conv3D": (0,), "MaxPool": (0,), "MaxPoolV2": (0,), "MaxPool3D": (0,),
+            "AvgPool3D": (0,), "Conv2DBackpropInput": (2,), "Conv3DBackpropInputV2": (2,),
+            "DepthwiseConv2dNativeBackpropInput": (2,), "MaxPoolGrad": (0, 1, 2), "MaxPool3DGrad": (0, 1, 2)}
+
+
+def survive_empty_batches(outputs, batch, context, ops):
+    """Lets a tower's ops run where its batch turns out to be empty, and returns its outputs with what stands for them now.
+
+    Args:
+      outputs: what the model function returned.
+      batch: nested structure, what it was given.
+      context: the tower's `TowerContext`.
+      ops: list of operations, what it made.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
+    may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and _size(leaf) is None for leaf in leaves)
+    if context.num_towers == 1 or not may_be_empty or "CPU" not in context.device.upper() or not runs_onednn():
+        return outputs
+    stands_for = {}  # name of a tensor -> what is left of it when the example of zeros is cut off
+    for op in ops:
+        batches = _BATCHES.get(op.type)
+        if batches and _size(op.inputs[batches[0]]) is None and control_flow_of(op) is control_flow_now(op.graph):
+            stands_for[op.outputs[0].name] = _fill(op, batches)
+
+    def now(item):
+        return stands_for.get(item.name, item) if isinstance(item, tf.Tensor) else item
+
+    if stands_for:
+        graph = tf.get_default_graph()
+        for key in graph.collections:
+            items = graph.get_collection_ref(key)
+            items[:] = [now(item) for item in items]
+    return tf.nest.map_structure(now, outputs)
+
+
+def _size(tensor):
+    return None if tensor.shape.rank is None else tf.dimension_value(tensor.shape[0])
+
+
+def _fill(op, batches):
+    """Gives an op an example of zeros where it would get none; returns its output without that."""
+    output, consumers = op.outputs[0], op.outputs[0].consumers()
+    rank = output.shape.rank
+    with op.graph.colocate_with(None, ignore_existing=True), tf.device(op.device), tf.name_scope(op.name + "/empty_batch/"):
+        taken = [op.inputs[index] for index in batches]
+        missing = tf.cast(tf.equal(tf.shape(taken[0])[0], 0), tf.int32)
+        along_first = tf.constant([1] + [0] * (rank - 1))
+        if "BackpropInput" in op.type:
+            rewire(op, 0, op.inputs[0] + along_first * missing)
+        paddings = tf.constant([[1, 0]] + [[0, 0]] * (rank - 1)) * missing
+        for index, tensor in zip(batches, taken):
+            # Not Pad, which oneDNN merges with a convolution, along the other axes alone.
+            filled = tf.raw_ops.PadV2(input=tensor, paddings=paddings, constant_values=tf.zeros([], tensor.dtype))
+            filled.set_shape(tensor.shape)
+            rewire(op, index, filled)
+        left = tf.slice(output, along_first * missing, [-1] * rank)
+        left.set_shape(output.shape)
+    for consumer in consumers:
+        for index, tensor in enumerate(consumer.inputs):
+            if tensor is output:
+                rewire(consumer, index, left)
+    return left
