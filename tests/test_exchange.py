@@ -265,6 +265,38 @@ def test_exported_graph_runs_and_refuses_gradients_by_name():
             tf.gradients(graph.get_tensor_by_name("result:0"), graph.get_tensor_by_name("x:0"))
 
 
+def powers(x):
+    w = tf.get_variable("w", [3], tf.float64, tf.ones_initializer())
+    return tf.reduce_mean(tf.sin(towers.all_reduce(tf.reduce_sum(x * w + x ** 2, 0)) * w) ** 3)
+
+
+def powers_with_hessian(x):
+    loss = powers(x)
+    with tf.variable_scope("", reuse=True):
+        return {"loss": loss, "hessian": tf.hessians(loss, tf.get_variable("w", dtype=tf.float64))}
+
+
+@pytest.mark.parametrize("build_and_take", [
+    lambda: [tf.hessians(tower.loss, tf.trainable_variables()) for tower in build(powers, (X,))],
+    lambda: build(powers_with_hessian, (X,))])
+def test_hessians_of_one_tower_after_the_other_are_refused_with_the_cure(build_and_take):
+    with pytest.raises(towers.TowerMismatchError, match="Towers meet at 'all_reduce/gradient/gradient', and tower 1's part lies "
+                                                        "in another loop.*tf.hessians.*call it once, outside of the model"):
+        build_and_take()
+
+
+def test_hessians_of_the_global_loss_and_of_all_towers_losses_are_those_of_one_tower():
+    results = []
+    for num_towers in (1, 2):
+        with tf.Graph().as_default():
+            replicas = build(powers, (X,), num_towers)
+            hessians = [tf.hessians(replicas.loss, tf.trainable_variables()),
+                        tf.hessians([tower.loss for tower in replicas], tf.trainable_variables())]
+            results.append(run(hessians))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-9)
+    np.testing.assert_allclose(np.array(results[1][1]) / 2, results[0][1], rtol=1e-9)
+
+
 def test_current_tower_is_restored_after_an_error():
     def broken(_):
         raise KeyError("mine")

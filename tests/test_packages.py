@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "context", "exchange", "cross_tower", "placement", "batch", "shares", "sharing",
                     "graph_walk", "global_loss", "graph_collections", "functions", "likeness", "twins", "state",
-                    "empty_batches", "builder", "update_ops", "overlap", "gradients", "training", "assignment", "testing"],
+                    "empty_batches", "keras3", "builder", "update_ops", "overlap", "gradients", "training", "assignment",
+                    "testing"],
          "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
                        "whole_batch", "batch_norm", "slim", "dependence", "factors", "axis_rules", "layout",
                        "fused_batch_norms", "roots", "detection", "replacement", "conversion", "recalibration",

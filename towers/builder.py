@@ -14,6 +14,7 @@ from towers.empty_batches import survive_empty_batches
 from towers.exchange import Meetings, TowerMismatchError
 from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
+from towers.keras3 import explained
 from towers.likeness import check_alike
 from towers.placement import (HOST, check_device, check_devices, find_devices, name_the_cure, tower_device_function,
                               variable_device, warn_of_absent_devices)
@@ -170,7 +171,7 @@ class TowerBuilder:
           `Towers`.
 
         Raises:
-          RuntimeError: under eager execution, or inside a tower.
+          RuntimeError: under eager execution, inside a tower, or where the model function fails in Keras 3.
           TypeError, ValueError: for a model function or batch that can't be used, or a loss that is no scalar.
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
         """
@@ -226,7 +227,7 @@ class _Build:
             first_op = len(graph.get_operations())
             place = tower_device_function(devices[index], self._builder.variables_device)
             with self.collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
-                with enter_tower(context), tf.device(place):
+                with enter_tower(context), tf.device(place), explained(index):
                     outputs = model_fn(*args)
                     outputs = survive_empty_batches(outputs, args, context, graph.get_operations()[first_op:])
         self._meetings.check_complete(index)

@@ -81,7 +81,7 @@ class Meetings:
         self.contributions = {}  # key -> {tower: what it left}
         self.stand_ins = {}  # op of a stand-in -> (key, number of the result)
         self._aggregated = []  # positions in the graph of the first and behind the last op of each aggregate
-        self._flow_at = {}  # key -> the control flow that its first tower came in
+        self._flow_at = {}  # key -> the graph and control flow that its first tower came in
         self._gradient_label = None
         self._left_in_pass = []  # the ops whose results towers left in the gradient pass under way, in order
         self._num_gradient_passes = 0
@@ -181,11 +181,13 @@ class Meetings:
 
     def meet(self, place, contributions, aggregate, results, name):
         """Takes a tower's contributions and returns its stand-ins; see `meet_at`."""
-        flow = control_flow_now(tf.get_default_graph())
-        if self._flow_at.setdefault(place.key, flow) is not flow:
+        graph = tf.get_default_graph()  # a body of control flow 2 is a graph of its own
+        flow = graph, control_flow_now(graph)
+        if self._flow_at.setdefault(place.key, flow) != flow:
             raise TowerMismatchError(
                 "Towers meet at %r, and tower %d's part lies in another loop or branch than the earlier towers'. Build "
-                "the towers and take all their gradients inside the same one." % (name, place.tower))
+                "the towers and take all their gradients inside the same one. tf.hessians makes a loop each time: call it once, "
+                "outside of the model function, of replicas.loss or of a list of all towers' losses." % (name, place.tower))
         stand_ins = []
         for dtype, shape in results:
             # Running a stand-in that no aggregate was wired to fails by the placeholder's name, which says layer and tower.

@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 from towers.context import check_graph
 from towers.exchange import control_flow_now, control_flow_of
 from towers.graph_walk import ancestors, written_variable, written_variables
+from towers.keras3 import CURE, made_by_keras3
 from towers.state import READS, read_after
 
 __all__ = ["collect_update_ops"]
@@ -145,7 +146,7 @@ def _warn_of_unreached(tower):
     # A Keras model calls its layers twice, once on placeholders: one of the two updates is enough.
     lost = [name for name, ops in writers.items() if not reached.intersection(ops)]
     if lost:
-        warnings.warn(
-            "The model function makes ops that update %s, and nothing runs them: they are not in "
-            "tf.GraphKeys.UPDATE_OPS. Keras layers keep theirs in layer.updates; call "
-            "tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update) for each." % ", ".join(sorted(lost)), stacklevel=3)
+        cure = ("Keras layers keep theirs in layer.updates; call tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update) for each."
+                if not any(made_by_keras3(op) for name in lost for op in writers[name]) else CURE)
+        warnings.warn("The model function makes ops that update %s, and nothing runs them: they are not in "
+                      "tf.GraphKeys.UPDATE_OPS. %s" % (", ".join(sorted(lost)), cure), stacklevel=3)
