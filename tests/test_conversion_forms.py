@@ -253,6 +253,58 @@ def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")
 
 
+def by_unknown_size(x):
+    return tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:])
+
+
+def by_moments_and(correct):
+    """A layer that corrects its variance for the moving average."""
+    def layer(x):
+        mean, variance = tf.nn.moments(x, [0, 1])
+        return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3), mean, correct(variance, x)
+    return layer
+
+
+def by_sums_and(x):
+    count = tf.cast(tf.shape(by_unknown_size(x))[0] * 4, x.dtype)
+    mean = tf.reduce_sum(x, [0, 1]) / count
+    squares = tf.reduce_sum((x - mean) ** 2, [0, 1])
+    return (x - mean) / tf.sqrt(squares / count + 1e-3), mean, squares / (count - 1)
+
+
+def known_ratio(variance, x):
+    count = x.shape.as_list()[0] * 4
+    return variance * (count / (count - 1))
+
+
+def known_count(variance, x):
+    count = x.shape.as_list()[0] * 4
+    return variance * count / (count - 1)
+
+
+def unknown_count(variance, x):
+    count = tf.cast(tf.shape(by_unknown_size(x))[0] * tf.shape(x)[1], x.dtype)
+    return variance * count / (count - 1)
+
+
+def unknown_integer(variance, x):
+    count = tf.reduce_prod(tf.shape(by_unknown_size(x))[:2])
+    return variance * tf.cast(count / (count - 1), x.dtype)
+
+
+@pytest.mark.parametrize("update_ops", ["first", "all"])
+@pytest.mark.parametrize("layer", [by_sums_and] + [
+    by_moments_and(correct) for correct in (known_ratio, known_count, unknown_count, unknown_integer)])
+def test_corrections_of_moving_variances_take_the_number_of_all_examples(layer, update_ops):
+    def with_averages(x):
+        y, *moments = layer(x)
+        *_, mean, variance = variables(3, x.dtype, tf.get_default_graph().get_name_scope().split("/")[-1])
+        collect([mean, variance], moments)
+        return y
+
+    assert_equals_one_batch(tf_syncbn.convert_model(model_of(with_averages)), batch_of(4, 3), 3, SIZES[1], update_ops)
+
+
 def test_sums_of_different_kinds_in_one_model_are_counted_once():
     def layer(x):
         with tf.name_scope("a"):

@@ -15,7 +15,7 @@ from tf_syncbn.axis_rules import reduced_axes
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
 from tf_syncbn.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
 from tf_syncbn.layout import Layout
-from tf_syncbn.roots import SAME_VALUE, Examined, is_root, roots_of, statistics_of, use_of
+from tf_syncbn.roots import SAME_VALUE, Examined, corrected_by, counts_beside, is_root, roots_of, statistics_of, use_of
 
 __all__ = ["Found", "find_batch_norms", "find_hidden"]
 
@@ -67,7 +67,12 @@ def find_batch_norms(ops, batch):
                 known.update(batch_norm.ops, batch_norm.counts)
             elif is_suspect:
                 suspects.append(op)
-    return Found(sorted(found, key=lambda batch_norm: model.order[batch_norm.op]), suspects, of_variables)
+    found.sort(key=lambda batch_norm: model.order[batch_norm.op])
+    for k, batch_norm in enumerate(found):
+        counts = counts_beside(sum(batch_norm.moments, []), model) - known | set(batch_norm.counts)
+        known |= counts
+        found[k] = batch_norm._replace(counts=sorted(counts, key=lambda place: (model.order[place[0]], place[1])))
+    return Found(found, suspects, of_variables)
 
 
 def find_hidden(ops):
@@ -108,7 +113,9 @@ def _moments(variance, model):
                 trouble = "the number of its channels is unknown, in %r of shape %s" % (x.name, x.shape)
             # What the model subtracts need not be the mean that its variance is of.
             means = [op for op in x.consumers() if op in model.order and op.type == "Mean" and reduced_axes(op) == reduced]
-            return BatchNorm("moments", variance, x, kept, means=means, trouble=trouble)
+            number = tf.TensorShape([x.shape[axis] for axis in reduced]).num_elements()
+            corrected = [(op, number) for op in corrected_by(number, variance.outputs[0])] if number else []
+            return BatchNorm("moments", variance, x, kept, means=means, corrected=corrected, trouble=trouble)
     return None
 
 
@@ -159,5 +166,4 @@ def _sums(root, model, known):
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
     if unknown:
         trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
-    counts = sorted(counts - known, key=lambda place: (model.order[place[0]], place[1]))
-    return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts, trouble=trouble), False
+    return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts - known, trouble=trouble), False

@@ -22,7 +22,8 @@ class BatchNorm(NamedTuple):
       means: "moments": list of the ops that compute the mean; else empty.
       frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
       sums: "sums": list of the ops that take sums or means over examples, in order; else empty.
-      counts: "sums": list of (op, number of an input) that take a number of examples; else empty.
+      counts: list of (op, number of an input) that take a number of examples, to go with the moments.
+      corrected: "moments": list of (op, n) that give the variance times n / (n - 1), where n is a constant; else empty.
       trouble: str, why it can't be synced; or None.
     """
     kind: str
@@ -33,6 +34,7 @@ class BatchNorm(NamedTuple):
     frozen: Any = None
     sums: Any = ()
     counts: Any = ()
+    corrected: Any = ()
     trouble: Any = None
 
     @property

@@ -128,6 +128,7 @@ class Replacement:
         self._replace(op.outputs[0], y)
         for old, new in zip(op.outputs[1:3], _batch_moments(op, whole)):
             self._replace(old, new)
+        self._replace_counts(batch_norm)
         return whole
 
     def _fused_in_cond(self, batch_norm):
@@ -157,11 +158,19 @@ class Replacement:
             keeps = op.get_attr("keep_dims")
             sizes = [size if i in kept else 1 for i, size in enumerate(x.shape.as_list()) if i in kept or keeps]
             self._replace(op.outputs[0], tf.reshape(new, sizes))
+        self._replace_counts(batch_norm)
+        for op, number in batch_norm.corrected:
+            count = unpack(tf.stop_gradient(whole))[0]
+            self._replace(op.outputs[0], op.outputs[0] * tf.cast(
+                count / tf.maximum(count - 1, 1) * ((number - 1) / number), op.outputs[0].dtype))
         return whole
 
     def _sums(self, batch_norm):
         for op in batch_norm.sums:
             self._replace(op.outputs[0], _over_towers(op))
+        self._replace_counts(batch_norm)
+
+    def _replace_counts(self, batch_norm):
         whole_counts = {}
         for op, i in batch_norm.counts:
             count = op.inputs[i]
@@ -170,9 +179,11 @@ class Replacement:
             rewire(op, i, whole_counts[count.name])
 
     def _replace(self, old, new):
-        """Makes all that reads `old` read `new`."""
+        """Makes all that reads `old` read `new`, but for what `new` was made by."""
         new.set_shape(old.shape)
         for consumer in old.consumers():
+            if consumer is new.op:
+                continue
             for index, tensor in enumerate(consumer.inputs):
                 if tensor is old:
                     rewire(consumer, index, new)

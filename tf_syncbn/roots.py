@@ -12,7 +12,8 @@ from tf_syncbn.axis_rules import reduced_axes
 from tf_syncbn.fused_batch_norms import FUSED, is_fused, is_training
 from tf_syncbn.layout import Layout
 
-__all__ = ["SAME_VALUE", "Examined", "Statistics", "is_root", "roots_of", "statistics_of", "use_of"]
+__all__ = ["SAME_VALUE", "Examined", "Statistics", "corrected_by", "counts_beside", "is_root", "roots_of", "statistics_of",
+           "use_of"]
 
 # What a vector of moments goes through, unchanged or a little, on its way to the square root.
 SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
@@ -145,6 +146,48 @@ def statistics_of(root, model):
             more, are_known = _divisors(op, model)
             counts, are_all = counts | more, are_all and are_known
     return Statistics(sums, counts, are_all)
+
+
+def counts_beside(moments, model):
+    """Returns where numbers of examples go in with moments, in Bessel's correction say: a set of (op, number of its input)."""
+    reached, stack, counts = set(), list(moments), set()
+    while stack:
+        tensor = stack.pop()
+        for consumer in set(tensor.consumers()) - reached if not model.layout.axes(tensor) else ():
+            if consumer in model.order and not any(model.layout.axes(output) for output in consumer.outputs):
+                reached.add(consumer)
+                stack += consumer.outputs
+    seen, stack = set(reached), [(op, i) for op in reached for i in range(len(op.inputs))]
+    while stack:
+        op, i = stack.pop()
+        source = op.inputs[i].op
+        if model.layout.is_count(op.inputs[i]):
+            counts.add((op, i))
+        elif source not in seen and source in model.of_data and not any(map(model.layout.axes, source.inputs)):
+            seen.add(source)
+            stack += [(source, k) for k in range(len(source.inputs))]
+    return counts
+
+
+def corrected_by(number, variance):
+    """Returns the ops that give a variance times `number / (number - 1)`, by constants; a list."""
+    found, stack = [], [(variance, 1.0)]
+    while stack:
+        tensor, factor = stack.pop()
+        for consumer in tensor.consumers():
+            if consumer.type in SAME_VALUE:
+                stack.append((consumer.outputs[0], factor))
+            elif consumer.type in _FACTORS:
+                i = 1 if consumer.inputs[0] is tensor else 0
+                value = tf.get_static_value(consumer.inputs[i])
+                if value is None or value.size != 1 or not value or i == 0 and consumer.type != "Mul":
+                    continue
+                now = factor * value.item() if consumer.type == "Mul" else factor / value.item()
+                if number > 1 and abs(now * (number - 1) - number) < 1e-6 * number < 1e-1:
+                    found.append(consumer)
+                else:
+                    stack.append((consumer.outputs[0], now))
+    return found
 
 
 def _of_each(op, model):
