@@ -8,7 +8,10 @@ import towers
 from tests.batch_norm_oracle import normalized
 from tests.support import build, cpus, run, session
 from tf_syncbn.graph_function import call, call_with_gradient
+from tf_syncbn.moments import unpack
 from tf_syncbn.normalization import Ops, gradient_sums, input_gradient, normalize_by
+from tf_syncbn.whole_batch import moments_over_towers
+from towers import current_tower
 
 X = np.random.RandomState(0).randn(6, 4, 4, 3).astype(np.float32) * 2 + 1
 OPS = [Ops(), Ops(joins=True), Ops(fused=True), Ops(fused=True, joins=True), Ops(fused=True, sums_gradient=True),
@@ -215,6 +218,71 @@ def test_second_derivatives_in_float32_are_those_in_float64():
 
     exact = slopes(tf.float64)
     assert np.abs(slopes(tf.float32) - exact).max() <= 1e-4 * np.abs(exact).max()
+
+
+def written_out(x):
+    """Batch norm by plain ops, whose derivatives are TensorFlow's own."""
+    axes = list(range(x.shape.rank - 1))
+    centred = x - tf.reduce_mean(x, axes, keepdims=True)
+    return centred / tf.sqrt(tf.reduce_mean(tf.square(centred), axes, keepdims=True) + 1e-3)
+
+
+def synced(x):
+    with tf.variable_scope(x.dtype.name, reuse=tf.AUTO_REUSE):
+        return tf_syncbn.sync_batch_norm(x, center=False, scale=False, training=True, updates_collections=(), name="bn")
+
+
+def by_moments(x):
+    _, mean, variance = unpack(moments_over_towers(x, x.shape.rank - 1, current_tower()))
+    return (x - mean) / tf.sqrt(variance + 1e-3)
+
+
+def slope_of_hessian(loss, x):
+    hessian = tf.hessians(loss, x)[0]
+    return hessian, tf.gradients(tf.sin(1e3 * hessian), x)[0]
+
+
+def slope_of_inner_steps(batch_norm, x):
+    def step(i, w):
+        return i + 1, w - 0.1 * tf.gradients(tf.reduce_sum(tf.sin(batch_norm(x * w + x * x))), w)[0]
+
+    first = tf.constant([0.5, 1.0, 2.0], x.dtype)
+    last = tf.while_loop(lambda i, _: i < 3, step, [tf.constant(0), first])[1]
+    return last, tf.gradients(last, first)[0]
+
+
+def slope_of_penalties(batch_norm, x):
+    def add_penalty(i, z):
+        return i + 1, z + tf.reduce_sum(tf.square(tf.gradients(batch_norm(z * x + x * x) ** 3, z)[0])) / 1e4
+
+    first = tf.constant(0.5, x.dtype)
+    last = tf.while_loop(lambda i, _: i < 2, add_penalty, [tf.constant(0), first])[1]
+    return last, tf.gradients(last, first)[0]
+
+
+@pytest.mark.parametrize("batch_norm", [synced, by_moments])
+@pytest.mark.parametrize("derivative", [slope_of_inner_steps, slope_of_penalties])
+@pytest.mark.parametrize("shape", [[5, 3], [2, 2, 2, 3]])
+def test_derivatives_taken_in_a_loop_are_differentiated_outside_of_it(batch_norm, derivative, shape):
+    x = np.random.RandomState(1).randn(*shape)
+    expected, got, narrow = run([derivative(written_out, tf.constant(x)), derivative(batch_norm, tf.constant(x)),
+                                 derivative(batch_norm, tf.constant(x, tf.float32))])
+    for exact, wide, rounded in zip(expected, got, narrow):
+        np.testing.assert_allclose(wide, exact, rtol=1e-9)
+        np.testing.assert_allclose(rounded, exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("batch_norm", [synced, by_moments])
+@pytest.mark.parametrize("num_towers", [None, 1, 2, 3])
+def test_the_gradient_of_hessians_is_that_of_one_batch(batch_norm, num_towers):
+    def loss_of(batch_norm):
+        return lambda x: tf.reduce_mean(tf.sin(2 * batch_norm(x)))
+
+    x = tf.constant(np.random.RandomState(1).randn(5, 3))
+    loss = loss_of(batch_norm)(x) if num_towers is None else build(loss_of(batch_norm), (x,), num_towers).loss
+    expected, got = run([slope_of_hessian(loss_of(written_out)(x), x), slope_of_hessian(loss, x)])
+    for exact, of_towers in zip(expected, got):
+        np.testing.assert_allclose(of_towers, exact, atol=1e-9 * np.abs(exact).max())
 
 
 def test_towers_train_inside_a_while_loop():

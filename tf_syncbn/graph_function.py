@@ -68,7 +68,8 @@ def call_with_gradient(kernel, *tensors, plain, **static):
 @tf.RegisterGradient("PlainKernel")
 def _plain_gradient(op, *d_outputs):
     _, (kernel, static, num_outputs, given) = gradient_place(op)
-    inputs = list(op.inputs[num_outputs:])
+    # Where a loop is differentiated, ops that are given `op.inputs` read what the loop kept of each turn in their place.
+    inputs = [tf.identity(tensor) for tensor in op.inputs[num_outputs:]]
     tensors = iter(inputs)
     # Partial derivatives: among the inputs are some that others depend on.
     outputs = kernel(*[next(tensors) if there else None for there in given], **static)
