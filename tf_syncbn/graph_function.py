@@ -73,5 +73,6 @@ def _plain_gradient(op, *d_outputs):
     tensors = iter(inputs)
     # Partial derivatives: among the inputs are some that others depend on.
     outputs = kernel(*[next(tensors) if there else None for there in given], **static)
-    d_inputs = tf.gradients(list(outputs), inputs, list(d_outputs[:num_outputs]), stop_gradients=inputs)
+    d_outputs = [tf.convert_to_tensor(dy) for dy in d_outputs[:num_outputs]]
+    d_inputs = tf.gradients(list(outputs), inputs, d_outputs, stop_gradients=inputs)
     return [None] * num_outputs + d_inputs

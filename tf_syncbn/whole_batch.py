@@ -210,6 +210,7 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     differentiated: hence derivatives of any order. In a first derivative it is zeros, and towers exchange less.
     """
     place, (how, optional) = gradient_place(op)
+    dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
     moments, x = op.outputs[1], op.inputs[2]
     given = iter(op.inputs[3:])
     gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
