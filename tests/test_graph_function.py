@@ -1,4 +1,8 @@
 """Kernels as graph functions: what a call adds to a graph, where it runs, and where it still works."""
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -13,6 +17,7 @@ from tf_syncbn.normalization import Ops, gradient_sums, input_gradient, normaliz
 from tf_syncbn.whole_batch import moments_over_towers
 from towers import current_tower
 
+ROOT = Path(__file__).parent.parent
 X = np.random.RandomState(0).randn(6, 4, 4, 3).astype(np.float32) * 2 + 1
 OPS = [Ops(), Ops(joins=True), Ops(fused=True), Ops(fused=True, joins=True), Ops(fused=True, sums_gradient=True),
        Ops(fused=True, joins=True, sums_gradient=True)]
@@ -283,6 +288,59 @@ def test_the_gradient_of_hessians_is_that_of_one_batch(batch_norm, num_towers):
     expected, got = run([slope_of_hessian(loss_of(written_out)(x), x), slope_of_hessian(loss, x)])
     for exact, of_towers in zip(expected, got):
         np.testing.assert_allclose(of_towers, exact, atol=1e-9 * np.abs(exact).max())
+
+
+class NormalizedCell:
+    """A cell of `tf.nn.dynamic_rnn`."""
+    state_size = output_size = 3
+
+    def __init__(self, batch_norm):
+        self.batch_norm = batch_norm
+
+    def zero_state(self, batch_size, dtype):
+        return tf.zeros([batch_size, 3], dtype)
+
+    def __call__(self, inputs, state, scope=None):
+        return [self.batch_norm(inputs + state)] * 2
+
+
+def by_towers(x):
+    return build(synced, (x,), 2).merged
+
+
+def loop_of(batch_norm, x):
+    return tf.while_loop(lambda i, _: i < 3, lambda i, z: (i + 1, batch_norm(z * z + x)), [tf.constant(0), x])[1]
+
+
+def rnn_of(batch_norm, x):
+    return tf.nn.dynamic_rnn(NormalizedCell(batch_norm), tf.stack([x, x * x], 1), dtype=x.dtype)[1]
+
+
+LOOPS = {"layer": (loop_of, synced, [6, 3]), "images": (loop_of, synced, [6, 2, 2, 3]), "towers": (loop_of, by_towers, [6, 3]),
+         "cell": (rnn_of, synced, [6, 3])}
+
+
+def check_loop(name):
+    loop, batch_norm, shape = LOOPS[name]
+    x = np.random.RandomState(0).randn(*shape)
+
+    def slopes(batch_norm, x):
+        return tf.gradients(tf.sin(loop(batch_norm, x)), x)[0]
+
+    exact, wide, narrow = run([slopes(written_out, tf.constant(x)), slopes(batch_norm, tf.constant(x)),
+                               slopes(batch_norm, tf.constant(x, tf.float32))])
+    for slope, bound in ((wide, 1e-9), (narrow, 1e-3)):
+        assert np.abs(slope - exact).max() <= bound * np.abs(exact).max(), (slope, exact)
+
+
+@pytest.mark.parametrize("name", sorted(LOOPS))
+def test_a_loop_that_holds_a_synced_layer_is_differentiated_outside_of_it(name):
+    if name == "towers" and tf.control_flow_v2_enabled():
+        pytest.skip("towers are refused in the graph of a loop of control flow v2's own making")
+    # In a process of its own, since 1.15 would abort where it can't inline a kernel.
+    program = "import tests.conftest; from tests.test_graph_function import check_loop; check_loop(%r)" % name
+    ran = subprocess.run([sys.executable, "-c", program], cwd=str(ROOT), stderr=subprocess.PIPE, universal_newlines=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def test_towers_train_inside_a_while_loop():

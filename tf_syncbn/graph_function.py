@@ -36,7 +36,10 @@ def call(kernel, *tensors, **static):
 def _trace(kernel, signature, static):
     def function(*given):
         given = iter(given)
-        return kernel(*[spec if spec is None else next(given) for spec in signature], **dict(static))
+        # Once inlined, an op's name begins with the call's, and so do those that the gradient of a loop puts beside a call to
+        # keep its tensors: where two are "Const", TensorFlow 1.15 aborts.
+        with tf.name_scope("kernel"):
+            return kernel(*[spec if spec is None else next(given) for spec in signature], **dict(static))
 
     # In a graph of its own the trace sees none of the caller's name scopes, devices and control dependencies. Not tf.function:
     # that of 1.15 imports all of tf.contrib, 36 MB, to trace how it would initialize variables.
