@@ -92,6 +92,14 @@ def transposed(x):
     return tf.transpose(normalize(tf.transpose(x, [2, 1, 0]), [1, 2]), [2, 1, 0])
 
 
+def switchable(x):
+    """Moments of the batch, of each example and of each position, mixed."""
+    weights = tf.nn.softmax(tf.get_variable(tf.get_default_graph().get_name_scope().split("/")[-1], [3], x.dtype))
+    moments = zip(*[tf.nn.moments(x, axes, keep_dims=True) for axes in ([0, 1], [1], [2])])
+    mean, variance = (sum(w * m for w, m in zip(tf.unstack(weights), several)) for several in moments)
+    return (x - mean) * tf.rsqrt(variance + 1e-3)
+
+
 def matrix_transposed(x):
     return tf.transpose(normalize(tf.transpose(x), [1]))
 
@@ -139,7 +147,7 @@ def stacked(x):
 
 
 @pytest.mark.parametrize("layer, shape", [
-    (transposed, [4, 3]), (matrix_transposed, [3]), (time_major, [4, 3]), (time_major_and_flat, [4, 3]),
+    (transposed, [4, 3]), (switchable, [4, 3]), (matrix_transposed, [3]), (time_major, [4, 3]), (time_major_and_flat, [4, 3]),
     (of_unknown_sizes, [4, 3]), (expanded, [4, 3]), (each_activation, [4, 3]), (each_group, [2, 4]), (all_at_once, [4, 3])])
 def test_examples_are_followed_to_the_axis_that_they_lie_along(layer, shape):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape))
@@ -426,6 +434,13 @@ def softmax_over_examples(x):
     return tf.exp(x - tf.reduce_logsumexp(x, 0, keepdims=True))
 
 
+def switchable_of_squares(x):
+    """Moments of each example, and of the batch by squares, mixed."""
+    mean, of_each = tf.nn.moments(x, [1, 2], keep_dims=True)
+    of_batch = tf.reduce_mean(x ** 2, [0, 1, 2]) - tf.reduce_mean(x, [0, 1, 2]) ** 2
+    return (x - mean) * tf.rsqrt(0.5 * of_batch + 0.5 * of_each + 1e-3)
+
+
 def by_largest(x):
     return x / tf.sqrt(tf.reduce_max(x ** 2, 0) + tf.reduce_mean(x ** 2, 0))
 
@@ -434,7 +449,7 @@ def minibatch_stddev_of_all(x):
     return minibatch_stddev(x, x.shape.as_list()[0])
 
 
-@pytest.mark.parametrize("layer", [minibatch_stddev, minibatch_stddev_of_all, by_largest])
+@pytest.mark.parametrize("layer", [minibatch_stddev, minibatch_stddev_of_all, switchable_of_squares, by_largest])
 def test_what_is_of_the_batch_and_can_not_be_synced_is_named(layer):
     def model_fn(x):
         with tf.name_scope("mine"):

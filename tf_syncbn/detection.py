@@ -58,7 +58,8 @@ def find_batch_norms(ops, batch):
             batch_norm = _moments(op, model)
             if batch_norm is not None:
                 (of_variables if op in model.of_weights else found).append(batch_norm)
-    suspects, known = [], {op for batch_norm in found for op in batch_norm.ops + roots_of(batch_norm.op, model)}
+    suspects, known = [], {op for batch_norm in found for op in batch_norm.ops}
+    known |= {root for batch_norm in found for root in roots_of(batch_norm.op, model) if not model.layout.axes(root.outputs[0])}
     for op in ops:
         if op not in known and op not in model.of_weights and is_root(op):
             batch_norm, is_suspect = _sums(op, model, known)

@@ -4,8 +4,7 @@ A batch norm is what takes means over examples. They lie along axis 0 of what a 
 reshapes move them. Where an op of no known kind loses them, or data comes from elsewhere (noise, a placeholder), they are
 presumed along axis 0.
 """
-import functools
-import operator
+import tensorflow.compat.v1 as tf
 
 from tf_syncbn.axis_rules import follow, reduced_axes
 from tf_syncbn.dependence import settle
@@ -60,9 +59,9 @@ class Layout:
     def number(self, tensor):
         """Returns the value of a scalar that is a product of known sizes; else None."""
         size, = self._known(tensor).sizes or [None] if tensor.shape.rank == 0 else [None]
-        if size is None or not all(isinstance(factor.size, int) for factor in size):
+        if size is None or not all(isinstance(factor.size, int) and factor.size >= 0 for factor in size):
             return None
-        return functools.reduce(operator.mul, (factor.size for factor in size), 1)
+        return tf.TensorShape([factor.size for factor in size]).num_elements()
 
     def crosses(self, op):
         """Tells whether a reduction takes examples together.

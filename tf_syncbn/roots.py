@@ -2,8 +2,6 @@
 
 If all that it has are sums, means and numbers of examples, it is that of the whole batch once these are.
 """
-import functools
-import operator
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -82,11 +80,12 @@ def _is_of_log(op):
 
 
 def roots_of(op, model):
-    """Returns the roots that a variance, or the moments of a fused op, reach through arithmetic with vectors; a list."""
+    """Returns the roots that a variance, or the moments of a fused op, reach through arithmetic; a list."""
     seen, stack, roots = {op}, [op], []
     while stack:
-        for tensor in stack.pop().outputs:
-            for consumer in set(tensor.consumers()) - seen if not model.layout.axes(tensor) else ():
+        op = stack.pop()
+        for tensor in list(op.outputs)[1:3] if is_fused(op) else op.outputs:
+            for consumer in set(tensor.consumers()) - seen:
                 given = _given_moments(consumer)
                 if is_root(consumer) and (not given or any(consumer.inputs[i] is tensor for i in given)):
                     seen.add(consumer)
@@ -137,8 +136,8 @@ def statistics_of(root, model):
                 sums |= others
             elif any(model.layout.axes(t) for t in source.inputs):
                 are_all = False
-                if source.type in SAME_VALUE + _SHIFTED:  # perhaps of sums over a part of the batch, one for each rest
-                    stack += [(source, k) for k, t in enumerate(source.inputs) if model.layout.axes(t)]
+                if source.type in SAME_VALUE + _SHIFTED:  # of sums over a part of the batch perhaps, or of more than them
+                    stack += [(source, k) for k in range(len(source.inputs))]
             else:
                 stack += [(source, k) for k in range(len(source.inputs))]
     for op in sums:
@@ -218,8 +217,7 @@ def _divisors(op, model):
       counts: see `Statistics`; a constant that is the number of what is added up is one too.
       are_known: False where it is multiplied or divided by a constant that may have been computed of such a number.
     """
-    sizes = [tf.dimension_value(op.inputs[0].shape[axis]) for axis in reduced_axes(op)]
-    number = None if None in sizes else functools.reduce(operator.mul, sizes, 1)
+    number = tf.TensorShape([op.inputs[0].shape[axis] for axis in reduced_axes(op)]).num_elements()
     counts, are_known, stack = set(), True, list(op.outputs)
     while stack:
         tensor = stack.pop()
