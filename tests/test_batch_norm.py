@@ -466,7 +466,7 @@ def matmuls_in(device):
     with tf.Graph().as_default() as graph:
         builder = towers.TowerBuilder([device])
         replicas = builder.build(lambda x: tf.reduce_sum(tf_syncbn.sync_batch_norm(x) ** 2), (tf.zeros([64, 8, 8, 3]),))
-        tf.gradients(replicas.loss, tf.trainable_variables())
+        tf.gradients(replicas[0].loss, tf.trainable_variables())
         definition = graph.as_graph_def()
     nodes = list(definition.node) + [node for function in definition.library.function for node in function.node_def]
     return [node.name for node in nodes if "MatMul" in node.op]
@@ -482,7 +482,7 @@ def fused_ops(device, shape, axis=-1, dtype=tf.float32):
         placeholder = tf.placeholder(dtype, shape)
         replicas = towers.TowerBuilder([device]).build(
             lambda x: tf.reduce_sum(tf.cast(tf_syncbn.sync_batch_norm(x + x, axis), tf.float32) ** 2), (placeholder,))
-        tf.gradients(replicas.loss, placeholder)
+        tf.gradients(replicas[0].loss, placeholder)
         definition = graph.as_graph_def()
     nodes = list(definition.node) + [node for function in definition.library.function for node in function.node_def]
     fused = [node for node in nodes if "FusedBatchNorm" in node.op]

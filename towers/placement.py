@@ -87,9 +87,10 @@ def warn_of_absent_devices(given, devices):
             if spec.device_type == "GPU" and spec.job is None and spec.task is None}
     if not gpus:
         return
-    # A GPU may be divided into several that TensorFlow counts apart.
-    there = sum(len(tf.config.experimental.get_virtual_device_configuration(gpu) or [gpu])
-                for gpu in tf.config.experimental.list_physical_devices("GPU"))
+    found = tf.config.experimental.list_physical_devices("GPU")
+    there = len(found)
+    if max(gpus.values()) >= there:  # TensorFlow may have been told to divide them, and counts the parts
+        there = sum(len(tf.config.experimental.get_virtual_device_configuration(gpu) or [gpu]) for gpu in found)
     absent = sorted(device for device, index in gpus.items() if index >= there)
     if absent:
         warnings.warn("TowerBuilder was given %s, and TensorFlow sees %s on this machine: what stands there will run on the "
