@@ -186,3 +186,23 @@ def test_iterator_is_no_batch_and_what_it_hands_out_is_one(version):
         build(lambda *x: tf.reduce_mean(x[0]), (iterator,))
     replicas = towers.TowerBuilder(cpus(3)).build(lambda x: tf.reduce_mean(x), (iterator.get_next(),))
     assert run(replicas.loss) == pytest.approx(X.mean(), rel=1e-5)
+
+
+def test_checks_work_within_a_loop_around_the_towers():
+    weights = [tf.placeholder(tf.float32, [], "weight%d" % i) for i in range(2)]
+    x, y = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None])
+    tf.get_variable("w", [3], initializer=tf.ones_initializer())  # outside, so that the loop holds no initializer
+
+    def body(i, total):
+        with tf.variable_scope("", reuse=True):
+            losses = [build(weighted, towers.PerTower(list(zip((x, x + 1), weights)))).loss,
+                      build(lambda x, y: weighted(x, None)["loss"], towers.PerTower([(x, y), (x, y)])).loss]
+        return i + 1, total + sum(losses)
+
+    _, total = tf.while_loop(lambda i, _: i < 2, body, [0, 0.0])
+    feed = {x: X, y: X[:, 0], weights[0]: 1.0, weights[1]: 3.0}
+    assert run(total, feed) == pytest.approx(2 * (2 * X.mean() + 0.75), rel=1e-4)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="The weight of tower 0"):
+        run(total, {**feed, weights[0]: -1.0})
+    with pytest.raises(tf.errors.InvalidArgumentError, match="in the batch of tower [01] disagree in size"):
+        run(total, {**feed, y: X[:4, 0]})
