@@ -7,11 +7,11 @@ import tensorflow.compat.v1 as tf
 
 from benchmarks.record import session_runs_onednn
 from towers.exchange import (branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, runs_onednn,
-                             wait_only_for)
+                             wait_only_for, waiting_for)
 
 ROOT = Path(__file__).parent.parent
-PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|remove_all_control_inputs|set_device|set_attr|"
-                     r"get_control_flow_context|original_op)\b|\.Is(Cond|While)Context|\.loop_exits|"
+PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
+                     r"set_attr|get_control_flow_context|original_op)\b|\.Is(Cond|While)Context|\.loop_exits|"
                      r"tensorflow\.python|tensorflow_core")
 
 
@@ -38,6 +38,16 @@ def test_added_control_inputs_run_first():
         session.run(v.initializer)
         session.run(after)
         assert session.run(v) == 3.0
+
+
+def test_ops_that_wait_for_another_are_known():
+    first = tf.constant(1.0)
+    with tf.control_dependencies([first]):
+        waiting = tf.no_op()
+    other = tf.no_op()
+    assert waiting_for(first.op) == [waiting] and not waiting_for(other)
+    run_after(other, [first.op])
+    assert set(waiting_for(first.op)) == {waiting, other}
 
 
 def test_an_op_that_is_to_wait_only_for_others_waits_for_them_alone():

@@ -377,6 +377,11 @@ def run_after(op, earlier):
     op._add_control_inputs(list(earlier))  # pylint: disable=protected-access
 
 
+def waiting_for(op):
+    """Returns the ops that wait for an op by a control dependency."""
+    return op._control_outputs  # pylint: disable=protected-access
+
+
 def wait_only_for(op, others):
     """Makes an op that exists already wait for no ops but `others`, besides those that its inputs come from."""
     op._remove_all_control_inputs()  # pylint: disable=protected-access

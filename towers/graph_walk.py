@@ -2,8 +2,10 @@
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["VARIABLES", "ancestors", "calls_of", "is_ref", "is_variable", "reads_of", "writes_of", "written_variable",
-           "written_variables"]
+from towers.exchange import waiting_for
+
+__all__ = ["VARIABLES", "ancestors", "calls_of", "descendants", "is_ref", "is_variable", "reads_of", "writes_of",
+           "written_variable", "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
@@ -27,21 +29,38 @@ def is_ref(tensor):
     return tensor.dtype != tensor.dtype.base_dtype
 
 
-def ancestors(items, within=None, stop=()):
+def ancestors(items, within=None, stop=(), most=None):
     """Returns the set of operations that `items` depend on, by data or control, those of `items` included.
 
     Args:
       items: tensors, operations, or variables.
       within: set of operations that are not left; None is the whole graph.
       stop: operations that are not passed, nor returned.
+      most: int; where there are more, None is returned.
     """
     seen, stack = set(), [getattr(item, "op", item) for item in items]
     while stack:
+        if most is not None and len(seen) > most:
+            return None
         op = stack.pop()
         if op not in seen and op not in stop and (within is None or op in within):
             seen.add(op)
             stack.extend(tensor.op for tensor in op.inputs)
             stack.extend(op.control_inputs)
+    return seen
+
+
+def descendants(ops, most=None):
+    """Returns the set of operations that depend on `ops`, by data or control, these included; None where it is over `most`."""
+    seen, stack = set(), list(ops)
+    while stack:
+        if most is not None and len(seen) > most:
+            return None
+        op = stack.pop()
+        if op not in seen:
+            seen.add(op)
+            stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
+            stack.extend(waiting_for(op))
     return seen
 
 

@@ -10,14 +10,15 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError, control_flow_now, control_flow_of, rewire, run_after, wait_only_for
+from towers.exchange import TowerMismatchError, control_flow_now, control_flow_of, rewire, run_after, wait_only_for, waiting_for
 from towers.functions import Functions
-from towers.graph_walk import ancestors, is_ref, is_variable, reads_of, writes_of
+from towers.graph_walk import ancestors, descendants, is_ref, is_variable, reads_of, writes_of
 from towers.twins import find_twins
 
 __all__ = ["READS", "read_after", "settle_state"]
 
 READS = ("Identity", "ReadVariableOp")
+_FEW = 2000  # ops that are soon walked through
 # Reads of a few rows of what may be large: not worth a copy of all of it.
 _OF_ROWS = ("Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd")
 
@@ -73,20 +74,10 @@ class _View:
         items = [item for of_key in added.values() for item in of_key if _op(item) is not None and not is_variable(item)]
         reached = self.needed | ancestors(items, within=self.made)
         self.writes = {op: variables for op, variables in writes.items() if op in reached and op in self.made}
-        self._waiting = None
 
     def writes_to(self, variable):
         """Returns the ops that write a variable, in the order in which they were made."""
         return [op for op, variables in self.writes.items() if variable in variables]
-
-    def waiting(self, op):
-        """Returns the tower's ops that wait for an op by a control dependency."""
-        if self._waiting is None:
-            self._waiting = {}
-            for waiting in self.ops:
-                for earlier in waiting.control_inputs:
-                    self._waiting.setdefault(earlier, []).append(waiting)
-        return self._waiting.get(op, [])
 
     def results(self, op):
         """Returns the op itself, or where it stands in a tf.cond or loop what comes of it outside."""
@@ -100,7 +91,7 @@ class _View:
                 found.append(op)
             else:
                 stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
-                stack.extend(self.waiting(op))
+                stack.extend(waiting_for(op))
         return sorted(found, key=lambda result: result.name)
 
     def uses(self, variable):
@@ -221,11 +212,11 @@ class _State:
         uses = [(view, *use) for view in self._views for use in view.uses(variable)]
         if not uses or not writes:
             return
-        snapshot, outer = None, control_flow_now(variable.graph)
+        snapshot, outer, is_after = None, control_flow_now(variable.graph), _is_after(writes)
         for view, use, index in uses:
             copied = index is not None and use.type not in _OF_ROWS and control_flow_of(use.inputs[index].op) is outer
             results = [use] if copied else view.results(use)
-            if use in self._stands_for or ancestors(results).intersection(writes):
+            if use in self._stands_for or is_after(results):
                 continue
             if copied:
                 snapshot = _copy(variable) if snapshot is None else snapshot
@@ -282,6 +273,21 @@ def _takes_of_batch(op, view):
     return False
 
 
+def _is_after(writes):
+    """Returns a function of ops that tells whether any of them depends on one of `writes`."""
+    later = descendants(writes, most=_FEW)  # few of an update, which no output waits for
+
+    def is_after(ops):
+        nonlocal later
+        earlier = None if later is not None else ancestors(ops, most=_FEW)  # few of what is made of variables alone
+        if earlier is not None:
+            return bool(earlier.intersection(writes))
+        if later is None:
+            later = descendants(writes)
+        return bool(later.intersection(ops))
+    return is_after
+
+
 def _replace(op, twin, view):
     """Lets all that takes what an op of a later tower gives, or waits for it, take and wait for its twin."""
     for tensor, of_twin in zip(op.outputs, twin.outputs):
@@ -289,7 +295,7 @@ def _replace(op, twin, view):
             for index, taken in enumerate(consumer.inputs):
                 if taken is tensor:
                     rewire(consumer, index, of_twin)
-    for waiting in view.waiting(op):
+    for waiting in waiting_for(op):
         wait_only_for(waiting, [twin if earlier is op else earlier for earlier in waiting.control_inputs])
 
 
