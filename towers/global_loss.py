@@ -66,9 +66,9 @@ def _is_waited_for(watch, loss_op):
 def _frames_of_tensorflow():
     """Returns the `stacklevel` of the caller's warning that points behind TensorFlow's own calls."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _WITHIN:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_WITHIN):
         frame, level = frame.f_back, level + 1
     return level
 
 
-_WITHIN = ("towers", "tensorflow", "tensorflow_core")
+_WITHIN = ("towers.", "tensorflow")
