@@ -22,7 +22,7 @@ __all__ = ["ConvertedLayer", "convert_model"]
 
 _ENDINGS = re.compile(r"(/(cond|moments|batchnorm)(_\d+)?)+$")
 
-_MEND = ("Take a layer's own synchronization away (Keras' synchronized=True, tensorpack's sync_statistics), compute moments by "
+_MEND = ("Take a layer's own synchronization away (tensorpack's sync_statistics), compute moments of all examples by "
          "tf.nn.moments, or use tf_syncbn.sync_batch_norm.")
 
 
@@ -32,7 +32,7 @@ class ConvertedLayer(NamedTuple):
     Fields:
       scope: str, the name scope of its ops in the tower.
       shape: `tf.TensorShape` of its input.
-      kind: str, "fused", "fused in tf.cond" or "moments": what the model had made it of.
+      kind: str, "fused", "fused in tf.cond", "moments" or "sums": what the model had made it of.
     """
     scope: str
     shape: Any
@@ -43,12 +43,14 @@ def convert_model(model_fn, only=None):
     """Makes every batch norm of a model normalize by the moments of all towers.
 
     Found are, whatever made them (`tf.layers`, slim, Keras 2 in a graph, hand-written layers), all that normalize by the
-    moments of their batch: `tf.nn.fused_batch_norm`, and `tf.nn.moments`, or means written alike, over all axes but the
-    channels' followed by a division by the square root. Their outputs, the batch moments that feed moving averages (with
-    Bessel's correction where the model had it) and their gradients become those of one tower on the whole batch. No
-    variable, name, collection or initializer changes, so checkpoints move between the converted and the unconverted
-    model. Updates of moving averages run once a step, as a `sync_batch_norm`'s: in UPDATE_OPS they are shared by all towers,
-    and inline ones remain in tower 0.
+    moments of their batch: `tf.nn.fused_batch_norm`; `tf.nn.moments`, or means written alike, over all examples, followed
+    by a root; and other sums or means over all examples by whose root examples are scaled: `E[x^2] - E[x]^2`,
+    `tf.nn.sufficient_statistics`, `tf.nn.weighted_moments`, a norm. Examples lie along axis 0 of what the model function was
+    given, and are followed to where transpositions and reshapes move them. Outputs, the batch moments that feed moving
+    averages (with Bessel's correction where the model had it) and gradients become those of one tower on the whole batch.
+    What normalizes each example by itself, or weights, stays as it is. No variable, name, collection or initializer changes,
+    so checkpoints move between the converted and the unconverted model. Updates of moving averages run once a step, as a
+    `sync_batch_norm`'s: in UPDATE_OPS they are shared by all towers, and inline ones remain in tower 0.
 
     Only what the model's outputs, or items that it added to collections, depend on is converted. A tensor that the model
     function hands out otherwise (an attribute of a Keras layer, say) is that of the unconverted layer. Outside of towers,
@@ -65,12 +67,13 @@ def convert_model(model_fn, only=None):
       It raises, while the graph is built:
       ValueError: where there is nothing to convert, or nothing that `only` chooses; where a batch norm was
         differentiated inside `model_fn`, stands in a tf.while_loop, a tf.function, or a tf.cond that holds more than the two
-        modes of it; or where the output waits for its update in a tf.cond of control flow 2. `compute_gradients` raises it
-        where a gradient builds a batch norm anew (`recompute_grad`).
+        modes of it, or has an unknown number of moments; or where the output waits for its update in a tf.cond of control
+        flow 2. `compute_gradients` raises it where a gradient builds a batch norm anew (`recompute_grad`).
       TowerMismatchError: (a ValueError) where towers' batch norms differ.
 
     Warns:
-      UserWarning: where something that looks like a batch norm is of no known kind, and stays local.
+      UserWarning: where something that looks like a batch norm is of no known kind, and stays local: groups of examples that
+        are not consecutive, say, or a root of more than sums.
 
     Example:
 
