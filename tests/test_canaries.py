@@ -6,8 +6,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from benchmarks.record import session_runs_onednn
-from towers.exchange import (branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, runs_onednn,
-                             wait_only_for, waiting_for)
+from towers.exchange import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_recorded, not_recorded, rewire,
+                             run_after, runs_onednn, wait_only_for, waiting_for, with_gradient)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
@@ -138,6 +138,28 @@ def test_gradient_override_map_reaches_identity_n():
         b, _ = tf.identity_n([a, a])
     with tf.Session() as session:
         assert session.run(tf.gradients(b, a)[0]) == 10.0
+
+
+def test_a_tape_records_what_it_is_told_and_nothing_else():
+    @tf.RegisterGradient("CanaryHundredfold")
+    def _hundredfold(op, dy):
+        assert op.type == "Sin" and op.inputs[0] is a
+        return [100 * dy]
+
+    a = tf.constant(1.0)
+    assert not is_recorded()
+    with tf.GradientTape(persistent=True) as outer, tf.GradientTape() as tape:
+        outer.watch(a)
+        tape.watch(a)
+        b, = with_gradient("CanaryHundredfold", lambda: [tf.sin(a)], ["Sin"])
+        assert is_recorded()
+        with not_recorded():
+            assert not is_recorded()
+            c = tf.cos(a)
+        slope = tape.gradient(b * b, a)  # 200 sin a
+    with tf.Session() as session:
+        assert session.run([slope, outer.gradient(slope, a)]) == session.run([200 * b, 200 * tf.constant(100.0)])
+    assert outer.gradient(c, a) is None
 
 
 @pytest.mark.parametrize("package", ["towers", "tf_syncbn", "examples"])

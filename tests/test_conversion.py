@@ -710,28 +710,57 @@ def test_layer_normalization_stays_as_it_is(size):
     assert [layer.scope for layer in converted.converted] == ["bn"]
 
 
-@pytest.mark.skipif(not IS_TF1, reason="tf.contrib's; that of TensorFlow 2 is a tf.custom_gradient alike")
 def test_batch_norms_that_gradients_build_anew_are_refused_by_name():
     def model_fn(x):
-        from tensorflow.contrib import layers
+        if IS_TF1:
+            from tensorflow.contrib.layers import recompute_grad
+        else:
+            recompute_grad = tf.recompute_grad
         x *= tf.get_variable("w", [3])
-        y = layers.recompute_grad(lambda x: tf.sin(tf.nn.fused_batch_norm(x, tf.ones([3]), tf.zeros([3]))[0]))(x)
+        y = recompute_grad(lambda x: tf.sin(tf.nn.fused_batch_norm(x, tf.ones([3]), tf.zeros([3]))[0]))(x)
         return tf.reduce_mean(tf.square(y - x))
 
-    replicas = build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
-    with pytest.raises(ValueError, match="is built anew while gradients are taken, as recompute_grad does"):
+    at_build = r"tf.GradientTape, or a function that uses one \(recompute_grad\), records"
+    with pytest.raises(ValueError, match=at_build if IS_TF1 else "is built anew while gradients are taken, as recompute_grad does"):
+        replicas = build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
         towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
 
 
-def test_a_tape_inside_the_model_function_is_an_error():
+@pytest.mark.parametrize("num_towers", [1, 2])
+@pytest.mark.parametrize("layer", ["fused", "moments"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_tape_that_records_a_batch_norm_is_refused_by_the_layers_name(inside, layer, num_towers):
+    def moments(x, name):
+        with tf.name_scope(name):
+            mean, variance = tf.nn.moments(x, [0, 1, 2])
+            return (x - mean) / tf.sqrt(variance + 1e-3)
+
+    def total_of(x):
+        return tf.reduce_sum(tf.sin({"fused": fused, "moments": moments}[layer](x, "bn")))
+
+    def model_fn(x):
+        if not inside:
+            return total_of(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = total_of(x)
+        return tf.reduce_mean(tape.gradient(total, x) ** 2)
+
+    with pytest.raises(ValueError, match="tf.GradientTape.* records the batch norm 'bn'.*leave it out by `only`"):
+        with tf.name_scope("") if inside else tf.GradientTape():
+            build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]), num_towers)
+
+
+def test_a_tape_that_records_no_batch_norm_changes_nothing():
     def model_fn(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            total = tf.reduce_sum(tf.sin(fused(x, "bn")))
-        return tf.reduce_mean(tape.gradient(total, x) ** 2)
+            square = x ** 2
+        return tf.reduce_mean(tf.sin(fused(tape.gradient(square, x), "bn")))
 
-    with pytest.raises(ValueError, match="itself takes gradients through the batch norm 'bn'"):
-        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+    model_fn = tf_syncbn.convert_model(model_fn)
+    build(model_fn, batch_of([7, 5, 4, 3]))
+    assert len(model_fn.converted) == 1
 
 
 def test_moments_in_a_function_are_refused_beside_other_batch_norms_and_left_out_by_only():

@@ -93,3 +93,116 @@ def test_rows_of_a_converted_layer_may_be_gathered(layer, num_towers):
     expected = slope(gathered(FUNCTIONS["layer"][1](tf.split(exact, num_towers))), exact)
     got, expected = run([got, expected])
     np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max())
+
+
+def smooth(results):
+    """A loss that reads each tower's whole result, and every tower's in another way."""
+    return sum(tf.reduce_sum(tf.sin((i + 1) * result)) for i, result in enumerate(results))
+
+
+def taped(function, x, num_derivatives, weights):
+    """Returns a loss and its derivatives along `weights`, each of the one before, by a tape within the next one's."""
+    if not num_derivatives:
+        return [function(x)]
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        values = taped(function, x, num_derivatives - 1, weights)
+        along = values[-1] if num_derivatives == 1 else tf.reduce_sum(values[-1] * tf.cast(weights, x.dtype))
+    return values + [tf.convert_to_tensor(tape.gradient(along, x))]
+
+
+def differentiated(function, x, num_derivatives, weights):
+    """Returns what `taped` does, by `tf.gradients`."""
+    values = [function(x)]
+    for index in range(num_derivatives):
+        along = tf.reduce_sum(values[-1] * tf.cast(weights, x.dtype)) if index else values[-1]
+        values.append(slope(along, x))
+    return values
+
+
+def check_close(got, expected, bound):
+    for values, exact in zip(got, expected):
+        np.testing.assert_allclose(values, exact, atol=bound * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("dtype,bound,num_derivatives", [(tf.float64, 1e-9, 3), (tf.float32, 1e-3, 2)])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("num_towers", [None, 1, 2])
+@pytest.mark.parametrize("function", ["all_gather", "all_reduce", "layer", "moments"])
+def test_a_tape_around_it_finds_the_derivatives_that_tf_gradients_does(function, num_towers, shape, dtype, bound,
+                                                                       num_derivatives):
+    rng = np.random.RandomState(0)
+    value, weights = rng.randn(*SHAPES[shape]), rng.randn(*SHAPES[shape])
+    ours, by_hand = FUNCTIONS[function]
+    x, exact = tf.constant(value, dtype), tf.constant(value)
+
+    def loss(x):
+        return smooth(results_of(lambda part: ours(part * part), x, num_towers))
+
+    got = [taped(loss, x, num_derivatives, weights)]
+    with tf.variable_scope("again", reuse=tf.AUTO_REUSE):
+        got.append(differentiated(loss, x, num_derivatives, weights))
+    expected = differentiated(lambda x: smooth(by_hand(tf.split(x * x, num_towers or 1))), exact, num_derivatives, weights)
+    got, expected = run([got, expected])
+    for values in got:
+        check_close(values, expected, bound)
+
+
+@pytest.mark.parametrize("function", ["all_gather", "all_reduce", "layer", "moments"])
+def test_a_persistent_tape_differentiates_the_towers_in_any_order_as_often_as_wanted(function):
+    ours, by_hand = FUNCTIONS[function]
+    x = tf.constant(np.random.RandomState(0).randn(8, 3))
+    with tf.GradientTape(persistent=True) as tape:
+        tape.watch(x)
+        losses = [smooth([result]) for result in results_of(lambda part: ours(part * part), x, 2)]
+        total = losses[0] + 3 * losses[1]
+    first = [tape.gradient(loss, x) for loss in losses]
+    second = [tape.gradient(loss, x, output_gradients=tf.constant(factor, tf.float64))
+              for loss, factor in ((losses[1], 3), (losses[0], 1))]
+    third = slope(losses[0] + 3 * losses[1], x)
+    results = by_hand(tf.split(x * x, 2))
+    expected = [slope(smooth([results[0]]) + factor * smooth([results[1]]), x) for factor in (1, 3, 3, 3)]
+    got, expected = run([[sum(first), sum(second), tape.gradient(total, x), third], expected])
+    check_close(got, expected, 1e-9)
+
+
+@pytest.mark.parametrize("num_towers", [1, 2])
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_a_penalty_by_a_tape_within_the_model_function_is_that_of_one_batch(shape, num_towers):
+    def penalty(batch_norm, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = tf.sin(batch_norm(x * x))
+        return tf.reduce_sum(tf.square(tape.gradient(y, x)))
+
+    x = tf.constant(np.random.RandomState(0).randn(*SHAPES[shape]))
+    got = [smooth(results_of(lambda part: penalty(synced, part)[None], x, num_towers))]
+    whole = slope(tf.sin(normalized(x * x)), x)
+    expected = [smooth([tf.reduce_sum(tf.square(part))[None] for part in tf.split(whole, num_towers)])]
+    got, expected = run([got + [slope(got[0], x)], expected + [slope(expected[0], x)]])
+    check_close(got, expected, 1e-9)
+
+
+def test_a_tape_finds_the_gradients_of_a_layers_own_variables():
+    value = np.random.RandomState(0).randn(4, 2, 2, 3)
+
+    def model_fn(x):
+        return tf.reduce_mean(tf.sin(tf_syncbn.sync_batch_norm(x, name="bn")))
+
+    with tf.variable_scope("", use_resource=True), tf.GradientTape() as tape:
+        loss = build(model_fn, (tf.constant(value, tf.float32),), 2).loss
+    variables = tf.trainable_variables()
+    got, expected = run([tape.gradient(loss, variables), tf.gradients(loss, variables)])
+    assert len(got) == 2
+    check_close(got, expected, 1e-6)
+
+
+def test_a_tape_adds_no_nodes_to_the_forward_pass():
+    def nodes(tape):
+        with tf.Graph().as_default() as graph, tape:
+            x = tf.zeros([8, 2, 2, 3])
+            getattr(tape, "watch", len)([x])
+            build(synced, (x,), 2)
+            return len(graph.get_operations())
+
+    assert nodes(tf.GradientTape()) == nodes(tf.name_scope("none"))

@@ -3,6 +3,7 @@
 When the model function of a tower has returned, and before anything is differentiated, its batch norms are found in the
 graph and replaced there. Variables, their names, collections and initializers stay as they are.
 """
+import contextlib
 import functools
 import re
 import warnings
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
-from towers.exchange import TowerMismatchError, forward_op_of
+from towers.exchange import TowerMismatchError, forward_op_of, is_recorded
 from tf_syncbn.dependence import find_statistics
 from tf_syncbn.detection import find_batch_norms, find_hidden
 from tf_syncbn.fused_batch_norms import is_fused, is_training
@@ -66,9 +67,10 @@ def convert_model(model_fn, only=None):
       A model function with an attribute `converted`, the list of `ConvertedLayer` of its last build. They are logged too.
       It raises, while the graph is built:
       ValueError: where there is nothing to convert, or nothing that `only` chooses; where a batch norm was
-        differentiated inside `model_fn`, stands in a tf.while_loop, a tf.function, or a tf.cond that holds more than the two
-        modes of it, or has an unknown number of moments; or where the output waits for its update in a tf.cond of control
-        flow 2. `compute_gradients` raises it where a gradient builds a batch norm anew (`recompute_grad`).
+        differentiated inside `model_fn`, is recorded by a tf.GradientTape, stands in a tf.while_loop, a tf.function, or a
+        tf.cond that holds more than the two modes of it, or has an unknown number of moments; or where the output waits for
+        its update in a tf.cond of control flow 2. `compute_gradients` raises it where a gradient builds a batch norm anew
+        (`recompute_grad`).
       TowerMismatchError: (a ValueError) where towers' batch norms differ.
 
     Warns:
@@ -90,7 +92,8 @@ def convert_model(model_fn, only=None):
         if tower is None:
             return model_fn(*args, **kwargs)
         added, batch = Added(tf.get_default_graph()), [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)]
-        outputs = model_fn(*args, **kwargs)
+        with _noting_recorded() as recorded:
+            outputs = model_fn(*args, **kwargs)
         found, scopes, of_variables = _find(added, batch, outputs, only, tower)
         if tower.is_first:
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
@@ -99,7 +102,7 @@ def convert_model(model_fn, only=None):
             raise TowerMismatchError("Tower %d has %d batch norms to convert and tower 0 has %d."
                                      % (tower.index, len(found), len(chosen)))
         found, scopes = ([x for x, is_chosen in zip(several, chosen) if is_chosen] for several in (found, scopes))
-        _check(found, scopes, added.ops())
+        _check(found, scopes, added.ops(), recorded)
         if tower.is_first:
             if only is None:
                 tower.meetings.gradient_checks.append(_check_recomputed)
@@ -167,14 +170,31 @@ def _check_chosen(chosen, scopes):
                          % ", ".join(map(repr, scopes)))
 
 
-def _check(batch_norms, scopes, made):
+@contextlib.contextmanager
+def _noting_recorded():
+    """Yields a set that fills with the ops that are made while a tf.GradientTape records."""
+    recorded = set()
+
+    def note(op):
+        if is_recorded():
+            recorded.add(op)
+        return op.device
+
+    with tf.device(note):  # TensorFlow calls it for every op
+        yield recorded
+
+
+def _check(batch_norms, scopes, made, recorded):
     """Raises for batch norms that can't be synced."""
     differentiated = {forward_op_of(op) for op in made}
     for batch_norm, scope in zip(batch_norms, scopes):
         if batch_norm.trouble:
             raise ValueError("convert_model can't sync the batch norm %r: %s." % (scope, batch_norm.trouble))
-        kept = [c for tensor in batch_norm.op.outputs[3:] for c in tensor.consumers()]  # for a gradient, a tape's too
-        if kept or any(op in differentiated for op in batch_norm.ops):
+        if any(op in recorded for op in batch_norm.ops):
+            raise ValueError("convert_model: a tf.GradientTape, or a function that uses one (recompute_grad), records the batch norm "
+                             "%r, which by then is not synced. Take the gradients by tf.gradients, use tf_syncbn.sync_batch_norm "
+                             "there, or leave it out by `only`." % scope)
+        if any(op in differentiated for op in batch_norm.ops):
             raise ValueError("convert_model: the model function itself takes gradients through the batch norm %r, which by then "
                              "is not synced. Use tf_syncbn.sync_batch_norm there, or leave it out by `only`." % scope)
 

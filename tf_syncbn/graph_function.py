@@ -8,13 +8,13 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import gradient_place, remember_place
+from towers.exchange import gradient_place, not_recorded, pass_with_gradient
 
 __all__ = ["call", "call_with_gradient"]
 
 
 def call(kernel, *tensors, **static):
-    """Computes `kernel(*tensors, **static)` as one node.
+    """Computes `kernel(*tensors, **static)` as one node, which no `tf.GradientTape` sees.
 
     Once TensorFlow has inlined the call, a control dependency on it waits for nothing: wait for an identity of a result.
 
@@ -28,7 +28,7 @@ def call(kernel, *tensors, **static):
     """
     signature = tuple(t if t is None else (t.dtype.base_dtype, tuple(t.shape.as_list())) for t in tensors)
     function = _trace(kernel, signature, tuple(sorted(static.items())))
-    with tf.name_scope(kernel.__name__):
+    with tf.name_scope(kernel.__name__), not_recorded():
         return function(*[t for t in tensors if t is not None])
 
 
@@ -61,10 +61,10 @@ def call_with_gradient(kernel, *tensors, plain, **static):
       What the kernel returns.
     """
     outputs = call(kernel, *tensors, **static)
-    with tf.get_default_graph().gradient_override_map({"IdentityN": "PlainKernel"}):
-        results = tf.identity_n(list(outputs) + [t for t in tensors if t is not None], name="with_gradient")
     given = tuple(tensor is not None for tensor in tensors)
-    remember_place(results[0].op, None, (kernel, dict(static, **plain), len(outputs), given))
+    detail = kernel, dict(static, **plain), len(outputs), given
+    passed_on = list(outputs) + [t for t in tensors if t is not None]
+    results = pass_with_gradient("PlainKernel", passed_on, None, detail, "with_gradient")
     return tuple(results[:len(outputs)])
 
 

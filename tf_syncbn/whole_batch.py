@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import span
 from towers.cross_tower import cross_tower_sum_at
-from towers.exchange import gradient_place, meet_at, next_place, remember_place, runs_onednn
+from towers.exchange import gradient_place, meet_at, next_place, pass_with_gradient, runs_onednn, with_gradient
 from tf_syncbn.graph_function import call, call_with_gradient
 from tf_syncbn.moments import accumulator, along, is_small, local_moments, merge_groups, unpack
 from tf_syncbn.normalization import (Ops, data_format, fused_statistics, gradient_sums, has_few_images, input_gradient,
@@ -96,9 +96,10 @@ def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, c
         # an identity_n. So the layer's gradient stands in front of the op, whose own gradient hands dy on to it.
         x = _with_gradient(place, how, x, used, x, optional)
         mean, variance = call(fused_statistics, used, epsilon=how.epsilon)
-        fused_ops = ("FusedBatchNormV2", "FusedBatchNormV3")
-        with tf.get_default_graph().gradient_override_map(dict.fromkeys(fused_ops, "SyncBatchNormOutput")):
-            y = normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon, data_format(x, how.axis))
+        y, = with_gradient(
+            "SyncBatchNormOutput", lambda: [normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon,
+                                                                data_format(x, how.axis))],
+            ["FusedBatchNormV2", "FusedBatchNormV3"])
         return y, whole
     y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
     return _with_gradient(place, how, y, used, x, optional), whole
@@ -125,10 +126,7 @@ def _moments_over_towers(x, axis, tower):
     packed = _local_moments(x, None, axis, _fastest(x, axis, None, tower)[0])
     results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
     place, whole = _meet(packed, _whole, results, tower, {"axis": axis})
-    with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncMoments"}):
-        whole, _ = outputs = tf.identity_n([whole, x], name="with_gradient")
-    remember_place(outputs[0].op, place, axis)
-    return whole
+    return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
 
 
 def _local_moments(x, mask, axis, sums_by):
@@ -196,10 +194,8 @@ def _with_gradient(place, how, value, moments, x, optional):
     Autodiff sees neither how the output nor how its moments were computed.
     """
     tensors = [value, moments, x] + [tensor for tensor in optional if tensor is not None]
-    with tf.get_default_graph().gradient_override_map({"IdentityN": "SyncBatchNorm"}):
-        outputs = tf.identity_n(tensors, name="with_gradient")
-    remember_place(outputs[0].op, place, (how, tuple(tensor is not None for tensor in optional)))
-    return outputs[0]
+    detail = how, tuple(tensor is not None for tensor in optional)
+    return pass_with_gradient("SyncBatchNorm", tensors, place, detail, "with_gradient")[0]
 
 
 @tf.RegisterGradient("SyncBatchNorm")

@@ -5,7 +5,7 @@ one, to any order of derivative. `tf.gradients` of one tower's loss never walks 
 """
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import gradient_place, meet_at, next_place, remember_place, tower_here
+from towers.exchange import gradient_place, meet_at, next_place, pass_with_gradient, tower_here
 
 __all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
 
@@ -72,7 +72,7 @@ def all_gather(tensor, name=None):
         joined_shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
         place = next_place("all_gather", [tensor], [joined_shape])
         joined, offset = meet_at(place, [tensor], _join, [(tensor.dtype, joined_shape), (tf.int32, [])])
-        return _with_gradient("TowersAllGather", [joined, tensor, offset], place)
+        return pass_with_gradient("TowersAllGather", [joined, tensor, offset], place)[0]
 
 
 def cross_tower_sum_at(place, tensor, group_size=None):
@@ -92,15 +92,7 @@ def cross_tower_sum_at(place, tensor, group_size=None):
         return [[total] for group in groups for total in [tf.add_n([part for part, in group])] * size]
 
     total, = meet_at(place, [tensor], add, [(tensor.dtype, tensor.shape)])
-    return _with_gradient("TowersSum", [total, tensor], place, group_size)
-
-
-def _with_gradient(gradient, tensors, place, group_size=None):
-    # Not tf.custom_gradient: wiring a stand-in while it builds its function raises "grad_fn must accept 'variables'".
-    with tf.get_default_graph().gradient_override_map({"IdentityN": gradient}):
-        outputs = tf.identity_n(tensors)
-    remember_place(outputs[0].op, place, group_size)
-    return outputs[0]
+    return pass_with_gradient("TowersSum", [total, tensor], place, group_size)[0]
 
 
 def _join(per_tower):

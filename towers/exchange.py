@@ -7,9 +7,9 @@ rendezvous by name, so nothing can hang, and each model function stays plain seq
 
 Gradients do not pass a stand-in: it takes the aggregate's bits as integers, so that `tf.gradients` of one tower's loss does
 not even walk through the other towers' ops behind it. Functions that want a gradient (`towers.cross_tower`) hang it on an
-op of their own, remember with `remember_place` where that op stands, and meet again from its gradient function at
-`gradient_place`. A backward meeting is known by its forward exchange and the number of the gradient call, never by a global
-order, so towers may be differentiated in any order, more than once, and within the model function.
+op of their own by `pass_with_gradient`, and meet again from its gradient function at `gradient_place`. A backward meeting is
+known by its forward exchange and the number of the gradient call, never by a global order, so towers may be differentiated
+in any order, more than once, and within the model function.
 
 This is the only file of the project that calls private TensorFlow functions; `tests/test_canaries.py` watches them.
 """
@@ -18,9 +18,14 @@ import re
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
-from tensorflow.python.framework import test_util
+from tensorflow.python.framework import ops, test_util
 
 from towers.context import current_tower, differentiate, is_differentiating
+
+try:
+    from tensorflow.python.eager import record
+except ImportError:  # before TensorFlow 2.11
+    from tensorflow.python.eager import tape as record
 
 __all__ = ["TowerMismatchError", "exchange"]
 
@@ -310,19 +315,64 @@ def meet_at(place, contributions, aggregate, results):
     return place.meetings.meet(place, contributions, aggregate, results, name)
 
 
-def remember_place(op, place, detail=None):
-    """Notes that the gradient of `op` has to meet the other towers' at a place that belongs to `place`.
+def with_gradient(gradient, build, op_types):
+    """Builds ops of which one gets another gradient, the same for `tf.gradients` and for every `tf.GradientTape`.
 
     Args:
-      op: the operation whose gradient function will ask.
-      place: from `next_place` or `gradient_place`; None for an op outside of towers.
-      detail: anything that the gradient function wants back.
+      gradient: str, the name that `tf.RegisterGradient` gave a gradient function, one that returns a list or a tuple.
+      build: a function without arguments that returns a list of tensors, the first outputs of the op.
+      op_types: list of str, the types that the op may have; no other op of `build` may be of them.
+
+    Returns:
+      What `build` returns.
     """
-    origins = getattr(op.graph, _ORIGINS, None)
-    if origins is None:
-        origins = {}
-        setattr(op.graph, _ORIGINS, origins)
-    origins[op.name] = place, detail, {}
+    # Not tf.custom_gradient: wiring a stand-in while it builds its function raises "grad_fn must accept 'variables'".
+    with not_recorded(), tf.get_default_graph().gradient_override_map(dict.fromkeys(op_types, gradient)):
+        outputs = build()
+    op = outputs[0].op
+
+    def backward(*d_outputs):
+        with tf.name_scope(op.name + "_grad"):
+            return ops.get_gradient_function(op)(op, *d_outputs)
+
+    # A tape looks gradients up by the type of an op, and knows no override.
+    record.record_operation(gradient, outputs, list(op.inputs), backward)
+    return outputs
+
+
+def pass_with_gradient(gradient, tensors, place, detail=None, name=None):
+    """Passes tensors on by an op whose gradient may meet the other towers' at a place that belongs to `place`.
+
+    Args:
+      gradient: str, see `with_gradient`; the gradient function gets at `place` and `detail` by `gradient_place`.
+      tensors: list of tensors.
+      place: from `next_place` or `gradient_place`; None outside of towers.
+      detail: anything that the gradient function wants back.
+      name: str, of the op.
+
+    Returns:
+      A list of tensors.
+    """
+    outputs = with_gradient(gradient, lambda: tf.identity_n(tensors, name), ["IdentityN"])
+    remember_place(outputs[0].op, place, detail)
+    return outputs
+
+
+def remember_place(op, place, detail=None):
+    """Notes with an op what its gradient function gets by `gradient_place`, see `pass_with_gradient`."""
+    if not hasattr(op.graph, _ORIGINS):
+        setattr(op.graph, _ORIGINS, {})
+    getattr(op.graph, _ORIGINS)[op.name] = place, detail, {}
+
+
+def not_recorded():
+    """Keeps every `tf.GradientTape` from recording ops for the duration of a `with` block."""
+    return record.stop_recording()
+
+
+def is_recorded():
+    """Tells whether a `tf.GradientTape` is recording ops."""
+    return record.could_possibly_record()
 
 
 def gradient_place(op):
