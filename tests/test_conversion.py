@@ -721,7 +721,8 @@ def test_batch_norms_that_gradients_build_anew_are_refused_by_name():
         return tf.reduce_mean(tf.square(y - x))
 
     at_build = r"tf.GradientTape, or a function that uses one \(recompute_grad\), records"
-    with pytest.raises(ValueError, match=at_build if IS_TF1 else "is built anew while gradients are taken, as recompute_grad does"):
+    while_gradients = "is built anew while gradients are taken, as recompute_grad does"
+    with pytest.raises(ValueError, match=at_build if IS_TF1 else while_gradients):
         replicas = build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
         towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
 

@@ -191,9 +191,9 @@ def _check(batch_norms, scopes, made, recorded):
         if batch_norm.trouble:
             raise ValueError("convert_model can't sync the batch norm %r: %s." % (scope, batch_norm.trouble))
         if any(op in recorded for op in batch_norm.ops):
-            raise ValueError("convert_model: a tf.GradientTape, or a function that uses one (recompute_grad), records the batch norm "
-                             "%r, which by then is not synced. Take the gradients by tf.gradients, use tf_syncbn.sync_batch_norm "
-                             "there, or leave it out by `only`." % scope)
+            raise ValueError("convert_model: a tf.GradientTape, or a function that uses one (recompute_grad), records the batch "
+                             "norm %r, which by then is not synced. Take the gradients by tf.gradients, use "
+                             "tf_syncbn.sync_batch_norm there, or leave it out by `only`." % scope)
         if any(op in differentiated for op in batch_norm.ops):
             raise ValueError("convert_model: the model function itself takes gradients through the batch norm %r, which by then "
                              "is not synced. Use tf_syncbn.sync_batch_norm there, or leave it out by `only`." % scope)
