@@ -313,6 +313,19 @@ def test_corrections_of_moving_variances_take_the_number_of_all_examples(layer, 
     assert_equals_one_batch(tf_syncbn.convert_model(model_of(with_averages)), batch_of(4, 3), 3, SIZES[1], update_ops)
 
 
+def test_a_number_of_examples_that_the_loss_is_divided_by_too_stays_the_towers_own():
+    def model_fn(x):
+        x *= tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3))
+        share = 1 / tf.cast(tf.shape(by_unknown_size(x))[0], x.dtype)
+        with tf.name_scope("bn"):
+            mean = tf.reduce_sum(x, 0) * share
+            y = (x - mean) * tf.rsqrt(tf.reduce_sum((x - mean) ** 2, 0) * share + 1e-3)
+        tf.add_to_collection("summaries", tf.stack([tf.reduce_sum(y) * share, tf.reduce_sum(mean)]))
+        return tf.reduce_sum(tf.reduce_mean(tf.square(tf.sin(2 * y) - x), 1)) * share + tf.reduce_sum(mean) ** 2
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of(3), ["bn"], "sums")
+
+
 def test_sums_of_different_kinds_in_one_model_are_counted_once():
     def layer(x):
         with tf.name_scope("a"):

@@ -18,7 +18,7 @@ ORDER = {"towers": ["version", "context", "exchange", "cross_tower", "placement"
                     "testing"],
          "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
                        "whole_batch", "batch_norm", "slim", "dependence", "factors", "axis_rules", "layout",
-                       "fused_batch_norms", "roots", "detection", "replacement", "conversion", "recalibration",
+                       "counts", "fused_batch_norms", "roots", "detection", "replacement", "conversion", "recalibration",
                        "variable_names", "checkpoints"]}
 
 

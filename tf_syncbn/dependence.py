@@ -93,15 +93,7 @@ def find_statistics(ops, batch, batch_norms):
     moments = {tensor.name: (index, kind) for index, batch_norm in enumerate(batch_norms)
                for kind, tensors in zip(("mean", "variance"), batch_norm.moments) for tensor in tensors}
     made, of_data = set(ops), depend_on_data(ops, batch)
-    counts = {place for batch_norm in batch_norms for place in batch_norm.counts}
-
-    def is_of_counts(op, known):
-        """Tells whether numbers of examples, which become those of all towers, are all that an op has of the data."""
-        of_tensors = [(op, i) in counts or known.get(tensor.op, False) for i, tensor in enumerate(op.inputs)
-                      if tensor.op in of_data or (op, i) in counts]
-        return bool(of_tensors) and all(of_tensors)
-
-    of_counts = _chosen(settle(ops, is_of_counts))
+    counts = {place for batch_norm in batch_norms for place in batch_norm.counts}  # whole ones: alike in all towers
 
     def sources_of(op, found):
         """Returns what an op depends on, and whether on data too."""
@@ -116,7 +108,7 @@ def find_statistics(ops, batch, batch_norms):
             known += [(found[c][0], False) for c in op.control_inputs if c in found]
         sources = frozenset(source for of_input, _ in known for source in of_input)
         has_data = any(is_data for _, is_data in known) if tensors or op.type == "NoOp" else (
-            op in of_data and op not in of_counts and not _is_of_variables(op))
+            op in of_data and not _is_of_variables(op))
         return sources, has_data
 
     return {op: sources for op, (sources, has_data) in settle(ops, sources_of).items() if not has_data}

@@ -12,10 +12,11 @@ import tensorflow.compat.v1 as tf
 from towers.exchange import control_flow_now, control_flow_of, forward_op_of
 from towers.graph_walk import calls_of
 from tf_syncbn.axis_rules import reduced_axes
+from tf_syncbn.counts import SAME_VALUE, corrected_by, counts_beside
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
 from tf_syncbn.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
-from tf_syncbn.layout import Layout
-from tf_syncbn.roots import SAME_VALUE, Examined, corrected_by, counts_beside, is_root, roots_of, statistics_of, use_of
+from tf_syncbn.layout import Examined, Layout
+from tf_syncbn.roots import is_root, roots_of, statistics_of, use_of
 
 __all__ = ["Found", "find_batch_norms", "find_hidden"]
 
@@ -70,9 +71,12 @@ def find_batch_norms(ops, batch):
                 suspects.append(op)
     found.sort(key=lambda batch_norm: model.order[batch_norm.op])
     for k, batch_norm in enumerate(found):
-        counts = counts_beside(sum(batch_norm.moments, []), model) - known | set(batch_norm.counts)
-        known |= counts
-        found[k] = batch_norm._replace(counts=sorted(counts, key=lambda place: (model.order[place[0]], place[1])))
+        beside = counts_beside(sum(batch_norm.moments, []), model)
+        counts = dict(batch_norm.counts)
+        counts.update((place, of_counts) for place, of_counts in beside.items() if place not in known)
+        known.update(counts)
+        in_order = sorted(counts.items(), key=lambda item: (model.order[item[0][0]], item[0][1]))
+        found[k] = batch_norm._replace(counts=dict(in_order))
     return Found(found, suspects, of_variables)
 
 
@@ -163,8 +167,9 @@ def _sums(root, model, known):
     use = use_of(root, model) if sums else None
     if use != "scales" or not are_all:
         return None, bool(sums) and (use is not None or root.outputs[0].shape.rank != 0)
+    counts = {place: of_counts for place, of_counts in counts.items() if place not in known}
     unknown = [op.outputs[0] for op in sums if not op.outputs[0].shape.is_fully_defined()]
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
     if unknown:
         trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
-    return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts - known, trouble=trouble), False
+    return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts, trouble=trouble), False

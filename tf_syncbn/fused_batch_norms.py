@@ -22,7 +22,7 @@ class BatchNorm(NamedTuple):
       means: "moments": list of the ops that compute the mean; else empty.
       frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
       sums: "sums": list of the ops that take sums or means over examples, in order; else empty.
-      counts: list of (op, number of an input) that take a number of examples, to go with the moments.
+      counts: dict, where numbers of examples go in with the moments, see `tf_syncbn.counts`.
       corrected: "moments": list of (op, n) that give the variance times n / (n - 1), where n is a constant; else empty.
       trouble: str, why it can't be synced; or None.
     """

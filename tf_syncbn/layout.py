@@ -4,16 +4,33 @@ A batch norm is what takes means over examples. They lie along axis 0 of what a 
 reshapes move them. Where an op of no known kind loses them, or data comes from elsewhere (noise, a placeholder), they are
 presumed along axis 0.
 """
+from typing import Any, NamedTuple
+
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.axis_rules import follow, reduced_axes
 from tf_syncbn.dependence import settle
 from tf_syncbn.factors import Known, along_first, level, plain
 
-__all__ = ["Layout"]
+__all__ = ["Examined", "Layout"]
 
 _PASSED_ON = ("Identity", "RefIdentity", "Enter", "RefEnter", "Switch", "RefSwitch", "Cast")
 _NO_DATA = ("VariableV2", "Variable", "VarHandleOp", "ReadVariableOp", "Const")
+
+
+class Examined(NamedTuple):
+    """Ops of a model, and what is known of them.
+
+    Fields:
+      order: dict from the operations to their places among them.
+      layout: `Layout`, where examples lie.
+      of_data: set of those that depend on data.
+      of_weights: set of those that depend on variables and on no data.
+    """
+    order: dict
+    layout: Any
+    of_data: set
+    of_weights: set
 
 
 class Layout:

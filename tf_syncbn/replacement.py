@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 from towers.cross_tower import all_reduce
 from towers.exchange import branch_of, rewire, wait_only_for
 from towers.graph_walk import ancestors, written_variable, written_variables
+from tf_syncbn.counts import with_counts
 from tf_syncbn.dependence import find_updates
 from tf_syncbn.fused_batch_norms import outside_of_branch
 from tf_syncbn.moments import accumulator, unpack
@@ -172,11 +173,14 @@ class Replacement:
 
     def _replace_counts(self, batch_norm):
         whole_counts = {}
-        for op, i in batch_norm.counts:
-            count = op.inputs[i]
+
+        def whole(count):
             if count.name not in whole_counts:
                 whole_counts[count.name] = all_reduce(count, name="count")
-            rewire(op, i, whole_counts[count.name])
+            return whole_counts[count.name]
+
+        for place, of_counts in batch_norm.counts.items():
+            rewire(*place, with_counts(place, of_counts, whole))
 
     def _replace(self, old, new):
         """Makes all that reads `old` read `new`, but for what `new` was made by."""
