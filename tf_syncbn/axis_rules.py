@@ -6,7 +6,7 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.factors import Factor, Known, along_first, divide, join, level, multiply, plain, union
+from tf_syncbn.factors import Factor, Known, along_first, divide, join, level, multiply, plain, union, with_sizes
 
 __all__ = ["follow", "reduced_axes"]
 
@@ -17,6 +17,9 @@ _BROADCAST = ("Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "Floor
               "LogicalOr", "MulNoNan", "Xdivy", "Xlogy")
 _REDUCTIONS = ("Mean", "Sum", "Prod", "Max", "Min", "All", "Any", "EuclideanNorm", "ArgMax", "ArgMin")
 _NO_EXAMPLES = re.compile("Const|Variable|VarHandleOp|ReadVariableOp|BiasAddGrad|.*BackpropFilter")
+_OF_ANY_RANK = _SAME + ("Merge", "RefMerge", "IdentityN", "While", "StatelessWhile") + tuple(
+    "TensorArray%sV3" % name for name in ("Scatter", "Write", "Read", "Gather")) + tuple(
+        "TensorList" + name for name in ("Stack", "SetItem", "PushBack", "GetItem"))  # a flow or a handle is a scalar of its own
 _NO_ELEMENTS = ("TensorArrayV3", "TensorListReserve", "EmptyTensorList")
 _DATA = re.compile("Placeholder(V2)?$|Iterator|.*Dequeue|(Eager)?PyFunc|Parse|Decode|Reader|ReadFile")
 _RANDOM = re.compile("Random|.*(TruncatedNormal|RandomNormal|RandomUniform|StandardNormal|StatefulUniform)")
@@ -36,9 +39,13 @@ def follow(op, inputs):
     rule = _RULES.get(op.type) or (_random if _RANDOM.match(op.type) and inputs else _alike)
     if _NO_EXAMPLES.match(op.type):
         return [Known(plain(tensor)) for tensor in op.outputs]
+    if op.type not in _OF_ANY_RANK:
+        inputs = [known if known.axes is None or tensor.shape.rank == len(known.axes) else known._replace(
+            axes=None if tensor.shape.rank is None else along_first(tensor)) for tensor, known in zip(op.inputs, inputs)]
     found = None if _DATA.match(op.type) else rule(op, inputs)
     if found is not None:
-        return found
+        return found if op.type in _OF_ANY_RANK else [
+            known._replace(axes=with_sizes(known.axes, tensor)) for tensor, known in zip(op.outputs, found)]
     has_examples = not inputs or _DATA.match(op.type) or any(level(axis) for known in inputs for axis in known.axes or ())
     return [Known((along_first if has_examples else plain)(tensor)) for tensor in op.outputs]
 

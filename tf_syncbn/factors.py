@@ -5,7 +5,7 @@ its axes anew; an axis of examples that is divided leaves examples along both pa
 """
 from typing import Any, NamedTuple
 
-__all__ = ["Factor", "Known", "along_first", "divide", "join", "level", "multiply", "plain", "union"]
+__all__ = ["Factor", "Known", "along_first", "divide", "join", "level", "multiply", "plain", "union", "with_sizes"]
 
 
 class Factor(NamedTuple):
@@ -42,6 +42,13 @@ def plain(tensor):
     if tensor.shape.rank is None:
         return None
     return tuple((Factor((tensor.name, i) if size is None else size),) for i, size in enumerate(tensor.shape.as_list()))
+
+
+def with_sizes(axes, tensor):
+    """Returns a tensor's axes, where they have no examples with the sizes that are known."""
+    if axes is None or tensor.shape.rank != len(axes):
+        return axes
+    return tuple(axis if level(axis) or not isinstance(own[0].size, int) else own for axis, own in zip(axes, plain(tensor)))
 
 
 def along_first(tensor, of_examples=1):
