@@ -409,6 +409,17 @@ def test_batches_of_every_kind_are_no_difference(batch):
     build(model, batches[batch], 2)
 
 
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="a loop of control flow 2 is a graph of its own")
+def test_batches_that_a_loop_around_the_towers_takes_in_are_no_difference():
+    x = tf.placeholder(tf.float32, X.shape)
+
+    def body(i, total):
+        return i + 1, total + build(mean, towers.PerTower([x, x + 1.0]), 2).loss
+
+    total = tf.while_loop(lambda i, _: i < 2, body, [0, 0.0])[1]
+    assert run(total, {x: X}) == pytest.approx((X ** 2).mean() + ((X + 1) ** 2).mean(), rel=1e-4)
+
+
 def test_sparse_batches_are_no_difference():
     parts = [tf.SparseTensor([[0, i]], [1.0 + i], [2, 3]) for i in range(2)]
     build(lambda x: {"loss": mean(tf.sparse.to_dense(x)), "weight": 1.0}, towers.PerTower(parts), 2)

@@ -17,7 +17,7 @@ from towers.graph_walk import VARIABLES
 __all__ = ["check_alike"]
 
 # Ops that hand on their first input, whatever else they do.
-_HANDED_ON = frozenset(["Identity", "Print", "CheckNumerics", "CheckNumericsV2", "Snapshot", "DeepCopy"])
+_HANDED_ON = frozenset(["Identity", "Enter", "RefEnter", "Print", "CheckNumerics", "CheckNumericsV2", "Snapshot", "DeepCopy"])
 # What data come from, for each tower its own: a model function may take them from outside of its arguments.
 _DATA = frozenset(["Placeholder", "IteratorGetNext", "IteratorGetNextSync", "Split", "SplitV", "Unpack", "QueueDequeueV2",
                    "QueueDequeueManyV2", "QueueDequeueUpToV2"])
