@@ -64,6 +64,8 @@ def gradients_of(model, num_towers, batch, initial=None):
 @pytest.mark.parametrize("name", sorted(LAYERS))
 @pytest.mark.parametrize("num_towers,size", [(4, 2), (4, 1), (3, 3)])
 def test_towers_without_examples_train_as_one_batch(name, num_towers, size):
+    if name == "dilated" and not runs_onednn():
+        pytest.skip("TensorFlow's own kernels on CPU have no gradient of it")
     model = model_of(LAYERS[name])
     loss, expected, initial = gradients_of(model, 1, X[:size])
     got_loss, got, _ = gradients_of(model, num_towers, X[:size], initial)

@@ -1,8 +1,9 @@
-"""Towers without examples on CPUs where TensorFlow runs on oneDNN: the last short batch of an epoch may leave some.
+"""Towers without examples, where TensorFlow's kernels make something of none: the last short batch of an epoch may leave some.
 
-oneDNN's convolutions give an empty batch the shape of their input, and the gradient of its pooling ends the process. So an op of
-these whose batch has an unknown size is given one example of zeros where it would get none, and that is cut off what comes out.
-No value changes and no gradient, and a batch that has examples is handed on without a copy.
+oneDNN's convolutions give an empty batch the shape of their input, and the gradient of its pooling ends the process. Without it
+the gradient of a depthwise convolution by its kernel is whatever its memory held. So an op of these whose batch has an unknown
+size is given one example of zeros where it would get none, and that is cut off what comes out. No value changes and no
+gradient, and a batch that has examples is handed on without a copy.
 """
 import tensorflow.compat.v1 as tf
 
@@ -27,11 +28,12 @@ def survive_empty_batches(outputs, batch, context, ops):
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
     may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and _size(leaf) is None for leaf in leaves)
-    if context.num_towers == 1 or not may_be_empty or "CPU" not in context.device.upper() or not runs_onednn():
+    if context.num_towers == 1 or not may_be_empty:
         return outputs
+    on_onednn = "CPU" in context.device.upper() and runs_onednn()
     stands_for = {}  # name of a tensor -> what is left of it when the example of zeros is cut off
     for op in ops:
-        batches = _BATCHES.get(op.type)
+        batches = _BATCHES.get(op.type) if on_onednn or op.type == "DepthwiseConv2dNative" else None
         if batches and _size(op.inputs[batches[0]]) is None and control_flow_of(op) is control_flow_now(op.graph):
             stands_for[op.outputs[0].name] = _fill(op, batches)
 
