@@ -75,6 +75,17 @@ def custom(x, factor):
     return mean(scaled(x))
 
 
+@tf.RegisterGradient("ReversedGradient")
+def _reverse(_, dy):
+    return -dy
+
+
+def reversed_gradient(x, wanted):
+    """As domain-adversarial networks have it: an identity with a gradient of its own."""
+    with tf.get_default_graph().gradient_override_map({"Identity": "ReversedGradient"} if wanted else {}):
+        return mean(tf.identity(conv(x)))
+
+
 def penalty(x, wanted):
     y = mean(tf.tanh(conv(x)))
     return y + mean(tf.gradients(y, x)[0]) if wanted else y
@@ -148,6 +159,7 @@ DIFFERENT = {
     "order of parts": (lambda x, i: mean(tf.concat([[x, x ** 3], [x ** 3, x]][i], 1) * tf.constant(
         np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1))), "tensor 0 of its batch|type Pow"),
     "gradient of one's own": (lambda x, i: custom(x, [2.0, 3.0][i]), "value 2.0"),
+    "reversed gradient": (lambda x, i: reversed_gradient(x, i == 1), "type Conv2D, and in tower 1 .* type Identity"),
     "decay of an update": (lambda x, i: with_update(x, [0.1, 0.2][i]), r"value 0.1\d*, .* value 0.2"),
     "epsilon of a converted layer": (tf_syncbn.convert_model(lambda x, i: ordinary(x, [1e-3, 1e-5][i])), "value 0.001"),
     "axis of a converted layer": (

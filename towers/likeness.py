@@ -106,7 +106,8 @@ class _Comparison:
 
     def _source(self, op, index, view):
         """Goes back through ops that hand on what they get."""
-        while op.type in _HANDED_ON and (op, index) not in view.leaves and op.inputs and not self._span(op, view):
+        while (op.type in _HANDED_ON and (op, index) not in view.leaves and op.inputs and not self._span(op, view)
+               and "_gradient_op_type" not in self._node(op).attr):
             op, index = _first_input((op, index))
         return op, index
 
