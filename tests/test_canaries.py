@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 from benchmarks.record import session_runs_onednn
 from towers.exchange import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_recorded, not_recorded, rewire,
-                             run_after, runs_onednn, wait_only_for, waiting_for, with_gradient)
+                             run_after, runs_onednn, take_in, taken_from_outside, wait_only_for, waiting_for, with_gradient)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
@@ -112,6 +112,25 @@ def test_the_branch_of_a_cond_and_its_predicate_are_known_one_level_deep():
     assert [number for _, number in found] == [1, 0]
     assert all(of_branch is predicate or of_branch.op.inputs[0] is predicate for of_branch, _ in found)
     assert [branch_of(tensor.op) for tensor in made[1]] == [None] * 4
+
+
+def test_what_the_body_of_a_loop_takes_in_is_known():
+    x, seen = tf.constant(2.0), []
+
+    def body(i, y):
+        def inner():
+            taken = take_in(x)
+            is_here = taken.graph is tf.get_default_graph()
+            seen.extend([is_here, taken_from_outside(taken.op), taken_from_outside((taken + 1.0).op)])
+            return taken * y
+        return i + 1, tf.cond(i < 5, inner, lambda: y)
+
+    loop = tf.while_loop(lambda i, _: i < 3, body, [0, 1.0])
+    is_here, outside, of_a_sum = seen[:3]
+    assert of_a_sum is None and outside is (x if tf.control_flow_v2_enabled() else None)
+    assert is_here and take_in(x) is x
+    with tf.Session() as session:
+        assert session.run(loop[1]) == 8.0
 
 
 def test_ops_of_a_gradient_know_the_op_that_they_are_the_gradient_of():

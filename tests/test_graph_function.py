@@ -353,8 +353,6 @@ def test_towers_train_inside_a_while_loop():
     with tf.variable_scope("model", reuse=tf.AUTO_REUSE):
         for name in ("gamma", "beta"):
             tf.get_variable("bn/" + name, [3], initializer=tf.ones_initializer() if name == "gamma" else tf.zeros_initializer())
-    if tf.control_flow_v2_enabled():
-        pytest.skip("towers are refused in the graph of a loop of control flow v2's own making")
     looped = tf.while_loop(lambda i, _: i < 3, body, [tf.constant(0), tf.zeros([3])])[1]
     # Scaling the batch changes its normalized values by epsilon's part alone.
     hats = [normalized(X * (i + 1.0), 3, 1.0, 0.0)[0] for i in range(3)]

@@ -421,7 +421,21 @@ def test_batches_of_every_kind_are_no_difference(batch):
     build(model, batches[batch], 2)
 
 
-@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="a loop of control flow 2 is a graph of its own")
+def test_what_towers_read_from_outside_of_a_loop_around_them_is_compared():
+    def model(x):
+        with tf.variable_scope("", reuse=True):
+            variables = [tf.get_variable(name, use_resource=True) for name in "ab"]
+        return mean(x) * variables[towers.current_tower().index]
+
+    def body(i, total):
+        return i + 1, total + build(model, (tf.constant(X),), 2).loss
+
+    for name in "ab":
+        tf.get_variable(name, [], use_resource=True)
+    with pytest.raises(towers.TowerMismatchError, match="the variable 'a' is read, and in tower 1 the variable 'b'"):
+        tf.while_loop(lambda i, _: i < 2, body, [0, 0.0])
+
+
 def test_batches_that_a_loop_around_the_towers_takes_in_are_no_difference():
     x = tf.placeholder(tf.float32, X.shape)
 

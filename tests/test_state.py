@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, cpus, run, session, train_by
+from towers.graph_walk import writes_of
 from towers.testing import assert_equals_one_batch
 
 X = np.random.RandomState(0).randn(7, 3)
@@ -179,6 +180,9 @@ def test_collected_counter_counts_once_under_every_policy(resource):
 
 
 def test_moving_average_of_a_weight_inside_the_model_trains_as_one_batch(resource):
+    if tf.control_flow_v2_enabled() and not resource:
+        pytest.skip("TensorFlow's own tf.cond of control flow 2 reads a ref variable that may hold nothing yet")
+
     def model(x):
         w = variable("w", [3, 3], resource)
         average = tf.train.ExponentialMovingAverage(0.9)
@@ -187,6 +191,86 @@ def test_moving_average_of_a_weight_inside_the_model_trains_as_one_batch(resourc
         return tf.reduce_mean((y - tf.matmul(x, average.average(w))) ** 2) + tf.reduce_mean(tf.sin(y))
 
     assert_equals_one_batch(model, (X,), 3, [1, 4, 2])
+
+
+def trained_in_a_loop(model, sizes, resource, steps=4):
+    """Returns the variables after towers were built, and trained, inside a tf.while_loop."""
+    if tf.control_flow_v2_enabled() and not resource:
+        pytest.skip("TensorFlow writes no ref variable in a loop of control flow 2")
+    devices = cpus(len(sizes))
+
+    def body(i):
+        with tf.variable_scope("", reuse=True):
+            replicas = towers.TowerBuilder(devices).build(model, towers.PerTower(tf.split(x, sizes)))
+        with tf.control_dependencies([towers.minimize(replicas, SGD(0.1))]):
+            return i + 1
+
+    with tf.Graph().as_default():
+        x = tf.placeholder(tf.float64, [None, 3])
+        for name in ("state", "w"):  # outside of the loop, as TensorFlow demands
+            variable(name, [3], resource, name == "w", float(name == "w"))
+        steps = tf.while_loop(lambda i: i < steps, body, [0], parallel_iterations=1)
+        with session() as made:
+            made.run(steps, {x: X})
+            return made.run({v.op.name: v for v in tf.global_variables()})
+
+
+@pytest.mark.parametrize("value", ["count", "gathered"])
+@pytest.mark.parametrize("sizes", [[2, 5], [3, 3, 1]])
+def test_state_of_towers_inside_a_loop_trains_as_one_batch(resource, sizes, value):
+    def model(x):
+        state, w = variable("state", [3], resource, trainable=False), variable("w", [3], resource)
+        new = state + 1.0 if value == "count" else 0.9 * state + 0.1 * tf.reduce_mean(towers.all_gather(x), 0)
+        with tf.control_dependencies([tf.assign(state, new)]):
+            return tf.reduce_mean((x * w) ** 2) + tf.reduce_sum(new * w)
+
+    one, several = trained_in_a_loop(model, [7], resource), trained_in_a_loop(model, sizes, resource)
+    assert value != "count" or one["state"][0] == 4
+    for name, wanted in one.items():
+        np.testing.assert_allclose(several[name], wanted, atol=1e-12)
+
+
+def test_own_state_of_towers_inside_a_loop_is_written_in_the_order_of_the_towers(resource):
+    def model(x):
+        state = variable("state", [3], resource, trainable=False)
+        with tf.control_dependencies([tf.assign(state, 0.9 * state + 0.1 * tf.reduce_mean(x, 0))]):
+            return tf.reduce_mean((x * variable("w", [3], resource)) ** 2)
+
+    with pytest.warns(UserWarning, match="Each tower writes the variable 'state'"):
+        found = trained_in_a_loop(model, [2, 5], resource)["state"]
+    wanted = np.zeros(3)
+    for _ in range(4):
+        wanted = 0.9 * (0.9 * wanted + 0.1 * X[:2].mean(0)) + 0.1 * X[2:].mean(0)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+@pytest.mark.skipif(not tf.control_flow_v2_enabled(), reason="of branches and loops that are functions")
+def test_a_call_writes_what_its_functions_write_and_no_other_variable_that_it_is_given():
+    a, b, c, d = (tf.get_variable(name, [], initializer=tf.zeros_initializer(), use_resource=True) for name in "abcd")
+
+    def body(i):
+        chosen = tf.cond(i < 2, lambda: tf.identity(a.assign_add(1.0)), lambda: b + 1.0)
+        with tf.control_dependencies([c.assign(chosen + d)]):
+            return i + 1
+
+    loop = tf.while_loop(lambda i: i < 3, body, [0])
+    writing = writes_of([op for op in tf.get_default_graph().get_operations() if op.type != "AssignVariableOp"])
+    assert [[v.name for v in variables] for variables in writing.values()] == [["a", "c"]] and run(loop) == 3
+
+
+def test_placeholders_of_two_towers_are_not_the_same_value(resource):
+    fed = []
+
+    def model(x):
+        fed.append(tf.placeholder(tf.float64, []))
+        with tf.control_dependencies([tf.assign(variable("state", [], resource, False, 0.0), fed[-1])]):
+            return tf.reduce_mean(x * variable("w", [3], resource))
+
+    with pytest.warns(UserWarning, match="Each tower writes the variable 'state'"):
+        replicas = build(model, (X,), 2)
+    with session() as made:
+        made.run(replicas.loss, dict(zip(fed, (1.0, 2.0))))
+        assert made.run(tf.global_variables()[0]) == 2.0
 
 
 def test_moving_average_of_what_all_towers_gathered_trains_as_one_batch(resource):

@@ -166,7 +166,7 @@ def test_an_update_that_is_the_result_of_a_cond_runs_where_the_cond_says():
     def model(x):
         moving = tf.get_variable("moving", [4], initializer=tf.zeros_initializer(), trainable=False)
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.cond(
-            flag, lambda: tf.identity(tf.assign_add(moving, tf.ones([4]))), lambda: tf.identity(moving)))
+            flag, lambda: tf.identity(tf.assign_add(moving, tf.ones_like(x[0]))), lambda: tf.identity(moving)))
         return tf.reduce_mean(x * tf.get_variable("w", [4]))
 
     flag = tf.placeholder(tf.bool, [])

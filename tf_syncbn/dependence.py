@@ -3,11 +3,10 @@
 What is computed of the whole batch's moments alone is the same in every tower, so its update of a variable is one that all
 towers share. A loop of control flow 1 is a circle in the graph, so each question is asked by `settle`.
 """
-from towers.graph_walk import written_variables
+from towers.graph_walk import variable_of, written_variables
 
 __all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates", "settle"]
 
-_VARIABLES = ("VariableV2", "Variable", "VarHandleOp")
 _READS = ("Identity", "ReadVariableOp", "Enter", "Switch", "RefSwitch", "Cast")
 _LOOPS_BACK = ("NextIteration", "RefNextIteration")
 
@@ -44,7 +43,7 @@ def depend_on_data(ops, batch):
 
     def is_of_data(op, known):
         sources = [tensor.op for tensor in op.inputs]
-        is_source = "Random" in op.type or op.type == "TruncatedNormal" or not sources and op.type not in _VARIABLES + ("Const",)
+        is_source = "Random" in op.type or op.type == "TruncatedNormal" or not sources and not _is_constant(op)
         return is_source or op in given or any(
             known.get(s, False) if s in made else s in given or not _is_of_variables(s) for s in sources)
 
@@ -56,8 +55,9 @@ def depend_on_variables(ops):
     made = set(ops)
 
     def is_of_variables(op, known):
-        return op.type in _VARIABLES or any(
-            known.get(tensor.op, False) if tensor.op in made else _source(tensor.op).type in _VARIABLES for tensor in op.inputs)
+        return variable_of(op) is not None or any(
+            known.get(tensor.op, False) if tensor.op in made else variable_of(_source(tensor.op)) is not None
+            for tensor in op.inputs)
 
     return _chosen(settle(ops, is_of_variables))
 
@@ -67,7 +67,11 @@ def _chosen(answers):
 
 
 def _is_of_variables(op):
-    return _source(op).type in _VARIABLES + ("Const",)
+    return _is_constant(_source(op))
+
+
+def _is_constant(op):
+    return op.type == "Const" or variable_of(op) is not None
 
 
 def _source(op):

@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 from towers.batch import PerTower, check_batch, split_batch
 from towers.context import TowerContext, check_graph, current_tower, enter_tower
 from towers.empty_batches import survive_empty_batches
-from towers.exchange import Meetings, TowerMismatchError
+from towers.exchange import Meetings, TowerMismatchError, take_in
 from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
 from towers.keras3 import explained
@@ -256,6 +256,8 @@ def _arguments(batch, context):
     # Sparse and ragged tensors stay what they are.
     batch = tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf) if isinstance(
         leaf, (np.ndarray, np.generic, bool, int, float)) else leaf, batch)
+    batch = tf.nest.map_structure(lambda leaf: take_in(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch,
+                                  expand_composites=True)
     return batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
 
 

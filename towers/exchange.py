@@ -438,6 +438,26 @@ def wait_only_for(op, others):
     op._add_control_inputs(list(others))  # pylint: disable=protected-access
 
 
+def taken_from_outside(op):
+    """Returns the tensor that an op stands for in the body of a loop, branch or function that took it in; None of other ops.
+
+    Only of control flow 2 and tf.function, whose bodies are graphs of their own.
+    """
+    graph, tensor = op.graph, None
+    while op.type == "Placeholder" and hasattr(graph, "captures"):
+        taken = next((outside for outside, inside in graph.captures if inside.op is op), None)
+        if taken is None or not isinstance(taken, tf.Tensor):
+            break
+        op, graph, tensor = taken.op, taken.graph, taken
+    return tensor
+
+
+def take_in(tensor):
+    """Returns what stands for a tensor of an outer graph where ops are made now, or the tensor itself."""
+    graph = tf.get_default_graph()
+    return tensor if tensor.graph is graph or not hasattr(graph, "capture") else graph.capture(tensor)
+
+
 def runs_onednn():
     """Tells whether TensorFlow puts oneDNN's kernels in the place of its own on CPUs."""
     return bool(test_util.IsMklEnabled())

@@ -2,10 +2,10 @@
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import waiting_for
+from towers.exchange import taken_from_outside, waiting_for
 
-__all__ = ["VARIABLES", "ancestors", "calls_of", "descendants", "is_ref", "is_variable", "reads_of", "writes_of",
-           "written_variable", "written_variables"]
+__all__ = ["VARIABLES", "ancestors", "calls_of", "descendants", "is_ref", "is_variable",
+           "reads_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
@@ -13,6 +13,7 @@ _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGathe
 # What a variable goes through on its way into a tf.cond or tf.while_loop of control flow 1.
 _PASSED_ON = frozenset(["Identity", "RefIdentity", "Switch", "RefSwitch", "Enter", "RefEnter"])
 _CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
+_BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
 _NO_READERS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
 _REF_READERS = frozenset(["RefMerge", "RefSelect", "RefExit", "RefNextIteration", "IsVariableInitialized"])
 
@@ -22,6 +23,14 @@ def is_variable(item):
     # tf.compat.v1.Variable knows no resource variables on TensorFlow 2.
     op = getattr(item, "op", None)
     return hasattr(item, "initializer") and hasattr(item, "assign") and getattr(op, "type", "") in VARIABLES
+
+
+def variable_of(op):
+    """Returns the op of the variable that `op` is, or stands for in the body of a loop or function; None of other ops."""
+    if op.type == "Placeholder" and op.outputs[0].dtype == tf.resource:
+        outside = taken_from_outside(op)
+        op = op if outside is None else outside.op
+    return op if op.type in VARIABLES else None
 
 
 def is_ref(tensor):
@@ -65,7 +74,10 @@ def descendants(ops, most=None):
 
 
 def written_variable(op):
-    """Returns the op of the variable that `op` assigns to or scatters into, or None where it writes none."""
+    """Returns the op of the variable that `op` assigns to or scatters into, or None where it writes none.
+
+    In the body of a loop or function of control flow 2 that is what stands for the variable there, see `variable_of`.
+    """
     if not op.inputs or op.type in _PASSED_ON:
         return None
     source = op.inputs[0].op
@@ -73,49 +85,38 @@ def written_variable(op):
         source = source.inputs[0].op
     if op.op_def is not None and op.op_def.input_arg and op.op_def.input_arg[0].is_ref:
         return None if op.type in _REF_READERS else source
-    if source.type == "VarHandleOp" and op.type not in _RESOURCE_READERS:
-        return source
-    return None
+    if op.type in _RESOURCE_READERS | _CALLS or source.outputs[0].dtype != tf.resource:
+        return None
+    return source if variable_of(source) is not None else None
 
 
 def written_variables(op):
-    """Returns the ops of the variables that `op` writes, a list; for a call that writes any, of all that it is given.
+    """Returns the ops of the variables that `op` writes, a list; of a call those that the functions write that it calls.
 
     A tf.cond or tf.while_loop of control flow 2 is such a call.
     """
-    variable = written_variable(op)
-    if variable is not None or op.type not in _CALLS:
-        return [variable] if variable is not None else []
-    handles = _handles(op)
-    return handles if handles and calls_of([op], _assigns) else []
-
-
-def _handles(op):
-    return [tensor.op for tensor in op.inputs if tensor.op.type == "VarHandleOp"]
-
-
-def _assigns(nodes):
-    return any(node.op.startswith(("Assign", "ResourceScatter")) for node in nodes)
+    return writes_of([op]).get(op, [])
 
 
 def writes_of(ops):
     """Returns which of `ops` write variables, a dict from them to the list of the variables' ops; see `written_variables`."""
     types = {}  # type of an op -> whether it may write, by what its inputs are
-    found, calls = {}, []
+    found, library = {}, None
     for op in ops:
         kind = op.type
         if kind not in types:
             types[kind] = kind in _CALLS or op.op_def is not None and any(
                 argument.is_ref or argument.type == tf.resource.as_datatype_enum for argument in op.op_def.input_arg)
-        if types[kind]:
-            variable = written_variable(op)
-            if variable is not None:
-                found[op] = [variable]
-            elif kind in _CALLS:
-                calls.append(op)
-    for op in calls_of([op for op in calls if _handles(op)], _assigns):
-        found[op] = _handles(op)
-    return {op: found[op] for op in ops if op in found} if calls else found
+        if not types[kind]:
+            continue
+        written = [written_variable(op)]
+        if kind in _CALLS and any(tensor.dtype == tf.resource for tensor in op.inputs):
+            library = _Library(op.graph) if library is None else library
+            handles = [op.inputs[i].op for i in sorted(library.written_inputs(op.node_def))]
+            written = [handle for handle in handles if variable_of(handle) is not None]
+        if written and written[0] is not None:
+            found[op] = written
+    return found
 
 
 def reads_of(variable):
@@ -136,18 +137,45 @@ def calls_of(ops, has_it):
     calls = [(op, names) for op in ops for names in [_function_names(op.node_def)] if names]
     if not calls:
         return []
-    graph = calls[0][0].graph
-    library = {function.signature.name: function.node_def
-               for function in graph.as_graph_def(from_version=graph.version).library.function}
+    library = _Library(calls[0][0].graph)
+    return [op for op, names in calls if any(library.hides(name, has_it, set()) for name in names)]
 
-    def hides(name, seen):
-        if name in seen or name not in library:
+
+class _Library:
+    """The functions of a graph, which the branches and loops of control flow 2 are."""
+
+    def __init__(self, graph):
+        library = graph.as_graph_def(from_version=graph.version).library
+        self._functions = {function.signature.name: function for function in library.function}
+        self._written = {}  # name of a function -> set of numbers of its arguments
+
+    def hides(self, name, has_it, seen):
+        """Tells whether `has_it` is true of the nodes of a function or of one that it calls."""
+        if name in seen or name not in self._functions:
             return False
         seen.add(name)
-        nodes = library[name]
-        return has_it(nodes) or any(hides(callee, seen) for node in nodes for callee in _function_names(node))
+        nodes = self._functions[name].node_def
+        return has_it(nodes) or any(self.hides(callee, has_it, seen) for node in nodes for callee in _function_names(node))
 
-    return [op for op, names in calls if any(hides(name, set()) for name in names)]
+    def written_inputs(self, node):
+        """Returns the numbers of the inputs of a node that it writes if they are variables, a set of int."""
+        callees = _function_names(node)
+        if not callees:
+            return set() if node.op in _RESOURCE_READERS or node.op in _PASSED_ON else {0}
+        first = 1 if node.op in _BRANCHES else 0
+        return {first + number for name in callees for number in self._written_arguments(name)}
+
+    def _written_arguments(self, name):
+        if name not in self._written:
+            self._written[name] = set()  # of one that calls itself
+            if name in self._functions:
+                function = self._functions[name]
+                handles = {argument.name: number for number, argument in enumerate(function.signature.input_arg)
+                           if argument.type == tf.resource.as_datatype_enum}
+                self._written[name] = {handles[source] for node in function.node_def if not handles.keys().isdisjoint(node.input)
+                                       for source in [node.input[i] for i in self.written_inputs(node) if i < len(node.input)]
+                                       if source in handles}
+        return self._written[name]
 
 
 def _function_names(node):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError, without_numbers
+from towers.exchange import TowerMismatchError, taken_from_outside, without_numbers
 from towers.functions import MADE_UP, Functions
 from towers.graph_walk import VARIABLES
 
@@ -105,11 +105,12 @@ class _Comparison:
         self._stack.extend(pair for pair in zip(*ends) if None not in pair)
 
     def _source(self, op, index, view):
-        """Goes back through ops that hand on what they get."""
+        """Goes back through ops that hand on what they get, and to what stands outside of a loop's body."""
         while (op.type in _HANDED_ON and (op, index) not in view.leaves and op.inputs and not self._span(op, view)
                and "_gradient_op_type" not in self._node(op).attr):
             op, index = _first_input((op, index))
-        return op, index
+        outside = None if (op, index) in view.leaves else taken_from_outside(op)
+        return (op, index) if outside is None else (outside.op, outside.value_index)
 
     def _span(self, op, view):
         return view.spans.get(self._positions.get(op, -1))

@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.exchange import TowerMismatchError, control_flow_now, control_flow_of, rewire, run_after, wait_only_for, waiting_for
 from towers.functions import Functions
-from towers.graph_walk import ancestors, descendants, is_ref, is_variable, reads_of, writes_of
+from towers.graph_walk import ancestors, descendants, is_ref, is_variable, reads_of, variable_of, writes_of
 from towers.twins import find_twins
 
 __all__ = ["READS", "read_after", "settle_state"]
@@ -100,12 +100,14 @@ class _View:
         Of a resource variable it is the op that reads it, and None. What is read of a ref variable may be its own memory, so
         there it is what takes that.
         """
-        found = []
+        found, flow = [], control_flow_now(variable.graph)
         for read in reads_of(variable):
             if not is_ref(variable.outputs[0]):
                 found.append((read, None))
             else:
-                tensors = read.outputs if read.type in READS else []
+                tensors = list(read.outputs) if read.type in READS else []
+                tensors += [op.outputs[0] for tensor in tensors for op in tensor.consumers()
+                            if op.type == "Enter" and control_flow_of(op) is flow]  # of a loop around the towers
                 found += [(op, i) for tensor in tensors for op in tensor.consumers()
                           for i, taken in enumerate(op.inputs) if taken is tensor]
                 found += [(read, i) for i, taken in enumerate(read.inputs) if not tensors and is_ref(taken)]
@@ -151,7 +153,7 @@ class _State:
         if any(len(of_tower) != len(writes[0]) for of_tower in later):
             raise TowerMismatchError(
                 "The towers write the variable %r another number of times each: %s. Write it alike in every tower, or in tower 0 "
-                "alone." % (variable.name, ", ".join(str(len(of_tower)) for of_tower in writes)))
+                "alone." % (variable_of(variable).name, ", ".join(str(len(of_tower)) for of_tower in writes)))
         if self._share(variable, writes):
             self._protect(variable, writes[0])
             return
@@ -186,7 +188,7 @@ class _State:
                         raise ValueError(
                             "The towers can't write the variable %r one after the other: they meet between %r and an earlier "
                             "tower's write. Write it once in a model function, or compute it of all towers' data."
-                            % (variable.name, op.name))
+                            % (variable_of(variable).name, op.name))
                     _run_after(op, earlier[variable.name], view)
             if len(of_tower) == 1:
                 self._read_after_all(variable, of_tower[0], last, view, direct)
@@ -313,7 +315,7 @@ def _run_after(op, earlier, view):
 def _copy(variable):
     """Returns a copy of what a ref variable holds before anyone writes it: what is read of it may be its own memory."""
     graph = variable.graph
-    with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device), tf.control_dependencies(None):
+    with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device):
         with graph.gradient_override_map({"DeepCopy": "TowersCopy"}), tf.name_scope(variable.name + "/before_writes/"):
             return tf.raw_ops.DeepCopy(x=variable.outputs[0])
 
@@ -332,13 +334,22 @@ def read_after(op, earlier, movable):
       movable: set of operations that are moved themselves, so that what they read stays theirs.
     """
     for index, tensor in enumerate(op.inputs):
-        source = tensor.op
+        source = _outside_of_loop(tensor.op)
         if source.name in earlier:
             run_after(op, earlier[source.name])  # reads or writes the variable itself
-        elif source not in movable and source.type in READS and source.inputs[0].op.name in earlier:
-            # A ref variable has one read op, shared by all: this op gets a read of its own.
-            with tf.device(source.device), tf.control_dependencies(earlier[source.inputs[0].op.name]):
-                rewire(op, index, _read(source))
+        elif source not in movable and source.type in READS:
+            variable = _outside_of_loop(source.inputs[0].op)
+            if variable.name in earlier:
+                # A ref variable has one read op, shared by all: this op gets a read of its own.
+                with tf.device(source.device), tf.control_dependencies(earlier[variable.name]):
+                    rewire(op, index, _read(source))
+
+
+def _outside_of_loop(op):
+    """Returns what an op hands into a loop of control flow 1, or the op itself."""
+    while op.type in ("Enter", "RefEnter") and op.get_attr("is_constant"):
+        op = op.inputs[0].op
+    return op
 
 
 def _read_of(write):
@@ -354,6 +365,7 @@ def _read(source):
 
 
 def _warn(variable, write):
+    variable = variable_of(variable)
     if any(variable is _op(metric) for metric in tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)):
         return  # sums and counts of examples, by TensorFlow's own definition
     warnings.warn(

@@ -4,7 +4,7 @@ The twin of an op has its type, attributes and inputs: the same tensors from out
 among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
 in one tower is the twin of the first in the other.
 """
-from towers.exchange import control_flow_of
+from towers.exchange import control_flow_of, taken_from_outside
 from towers.graph_walk import is_ref
 
 __all__ = ["find_twins"]
@@ -67,6 +67,8 @@ def _has_its_time(op, writes):
 
 def _what(op, own, names, functions, writes, ops):
     """Returns what an op is, a hashable in terms of tower 0 and of what stands outside; None where that is not known."""
+    if op.type == "Placeholder":  # which stands for something outside, or is fed who knows what
+        return (op.type, op) if taken_from_outside(op) is not None else None
     if op not in writes and op.op_def.is_stateful and op.type not in _STATE:
         return None
     inputs = []
