@@ -446,6 +446,16 @@ def test_batches_that_a_loop_around_the_towers_takes_in_are_no_difference():
     assert run(total, {x: X}) == pytest.approx((X ** 2).mean() + ((X + 1) ** 2).mean(), rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16])
+def test_kernels_that_follow_the_size_of_a_batch_are_no_difference(dtype):
+    def model(x):  # a penalty on gradients that the model function takes itself
+        x = tf.cast(x * tf.get_variable("w", [64]), dtype)
+        slopes, = tf.gradients(tf.reduce_sum(tf.sin(tf_syncbn.sync_batch_norm(x, training=True))), x)
+        return tf.reduce_mean(tf.cast(slopes, tf.float32) ** 2)
+
+    build(model, towers.PerTower([tf.zeros([size, 8, 8, 64]) for size in (1, 300)]), 2)
+
+
 def test_sparse_batches_are_no_difference():
     parts = [tf.SparseTensor([[0, i]], [1.0 + i], [2, 3]) for i in range(2)]
     build(lambda x: {"loss": mean(tf.sparse.to_dense(x)), "weight": 1.0}, towers.PerTower(parts), 2)

@@ -207,6 +207,16 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     """
     place, (how, optional) = gradient_place(op)
     dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
+    with _gradient_span(place, dy, d_moments, list(op.outputs)):
+        return _layer_gradient(op, dy, d_moments, place, how, optional)
+
+
+def _gradient_span(place, *inputs):
+    """Holds a layer's gradient together in a model function that takes it, as `_span` does the layer."""
+    return span(("sync_batch_norm", place and place.key, "gradient"), *inputs)
+
+
+def _layer_gradient(op, dy, d_moments, place, how, optional):
     moments, x = op.outputs[1], op.inputs[2]
     given = iter(op.inputs[3:])
     gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
@@ -229,10 +239,11 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
 def _sync_moments_gradient(op, d_moments, _):
     """The gradient of the moments of all towers with respect to one tower's part of the batch."""
     place, axis = gradient_place(op)
-    with tf.name_scope("exchange"):
-        if place is not None:
-            d_moments = cross_tower_sum_at(place, d_moments)
-    dx, = call_with_gradient(_moments_gradient, op.inputs[1], op.outputs[0], d_moments, axis=axis, plain={})
+    with _gradient_span(place, d_moments, list(op.outputs)):
+        with tf.name_scope("exchange"):
+            if place is not None:
+                d_moments = cross_tower_sum_at(place, d_moments)
+        dx, = call_with_gradient(_moments_gradient, op.inputs[1], op.outputs[0], d_moments, axis=axis, plain={})
     return None, dx
 
 
