@@ -12,7 +12,7 @@ import towers
 ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
-ORDER = {"towers": ["version", "context", "exchange", "cross_tower", "placement", "batch", "shares", "sharing",
+ORDER = {"towers": ["version", "context", "sums", "exchange", "cross_tower", "placement", "batch", "shares", "sharing",
                     "graph_walk", "global_loss", "graph_collections", "functions", "likeness", "twins", "state",
                     "empty_batches", "keras3", "builder", "update_ops", "overlap", "gradients", "training", "assignment",
                     "testing"],

@@ -60,7 +60,7 @@ def gpus(monkeypatch):
 
 def test_without_gpus_there_is_one_tower_on_the_cpu_and_that_is_said(gpus):
     gpus(0)
-    with pytest.warns(UserWarning, match=r"sees no GPU, so there is one tower, on the CPU.*say devices=\[\"/cpu:0\"\]"):
+    with pytest.warns(UserWarning, match=r"sees no GPU, so towers stand on the CPU.*say devices=\[\"/cpu:0\"\]"):
         assert towers.TowerBuilder().devices == towers.find_devices() == ["/cpu:0"]
 
 
@@ -94,7 +94,7 @@ def test_gpu_that_is_divided_counts_as_many(gpus, recwarn):
 
 
 @pytest.mark.parametrize("devices,cured", [
-    (["/cpu:0"], []), (["/cpu:0", "/cpu:1", "/cpu:0", "/cpu:2"], ["cpu_2"]), (["/job:worker/task:1/gpu:0", "/cpu"], []),
+    (["/cpu:0"], ["cpu_0"]), (["/cpu:0", "/cpu:1", "/cpu:0", "/cpu:2"], ["cpu_2"]), (["/job:worker/task:1/gpu:0", "/cpu"], ["cpu_0"]),
     (["/gpu:1", "/gpu:0", "/cpu:3"], ["cpu_3", "gpu_1"]), (["/gpu"], ["gpu_0"])])
 @pytest.mark.filterwarnings("ignore:TowerBuilder was given")
 def test_builds_add_one_op_a_kind_of_device_that_names_the_cure(devices, cured):

@@ -16,11 +16,12 @@ from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
 from towers.keras3 import explained
 from towers.likeness import check_alike
-from towers.placement import (HOST, check_device, check_devices, find_devices, name_the_cure, tower_device_function,
+from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure, tower_device_function,
                               variable_device, warn_of_absent_devices)
 from towers.shares import count, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
+from towers.sums import sum_in_order
 
 __all__ = ["Tower", "TowerBuilder", "Towers"]
 
@@ -111,17 +112,19 @@ class TowerBuilder:
 
     Args:
       devices: list of str, one tower each, a device as often as wanted: `["/gpu:0", "/gpu:1"]`. None is every local GPU,
-        or one tower on the CPU where there is none, with a warning.
+        or the CPU where there is none, with a warning.
       aggregation_device: str, where towers meet and gradients are averaged. None is the first tower's device.
       variable_placement: "host", the CPU's memory, or "first", the first tower's device.
+      num_towers: int, so many towers are put on the devices in turn; None is one on each. The same towers train to the same
+        bits on however many devices.
 
     Attributes:
-      devices: list of str, the towers' devices.
+      devices: list of str, each tower's device.
       aggregation_device: str.
       variables_device: str, where the variables stand.
 
     Raises:
-      TypeError, ValueError: for devices or a placement that are none.
+      TypeError, ValueError: for devices, a placement or a number that are none, or more devices than towers.
 
     Warns:
       UserWarning: if `devices` is None and there is no GPU, or if it names GPUs that this machine lacks, which TensorFlow would
@@ -138,8 +141,8 @@ class TowerBuilder:
         train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
     """
 
-    def __init__(self, devices=None, aggregation_device=None, variable_placement="host"):
-        self.devices = find_devices() if devices is None else check_devices(devices)
+    def __init__(self, devices=None, aggregation_device=None, variable_placement="host", num_towers=None):
+        self.devices = in_turn(find_devices() if devices is None else check_devices(devices), num_towers)
         self.aggregation_device = check_device(aggregation_device or self.devices[0])
         self.variables_device = variable_device(variable_placement, self.devices)
         warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
@@ -286,7 +289,7 @@ def _check_outputs(towers):
 
 
 def _weighted_sum(values, weights):
-    return tf.add_n([_weighted(value, weight) for value, weight in zip(values, weights)])
+    return sum_in_order([_weighted(value, weight) for value, weight in zip(values, weights)])
 
 
 def _weighted(value, weight):

@@ -13,6 +13,7 @@ import tensorflow.compat.v1 as tf
 from towers.context import check_graph
 from towers.exchange import TowerMismatchError, gradient_place, remember_place
 from towers.overlap import fill_meetings
+from towers.sums import mean_in_order, sum_in_order
 
 __all__ = ["average_gradients", "compute_gradients"]
 
@@ -163,8 +164,10 @@ def _mean(gradients, num_towers):
                                 tf.concat([g.indices for g in gradients], 0), gradients[0].dense_shape)
     gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
     if num_towers == 1:
-        return tf.identity(gradients[0])  # tf.add_n would return its argument and make no op to wait for the updates
-    return tf.multiply(tf.add_n(gradients) if len(gradients) > 1 else gradients[0], 1.0 / num_towers)
+        return tf.identity(gradients[0])  # an op to wait for the updates
+    if len(gradients) == num_towers:
+        return mean_in_order(gradients)
+    return sum_in_order(gradients) * (1.0 / num_towers)
 
 
 def _check_loss(replicas):

@@ -44,6 +44,26 @@ def check_devices(devices):
     return devices
 
 
+def in_turn(devices, num_towers):
+    """Returns the device of each tower, where they are put on the devices in turn.
+
+    Args:
+      devices: list of str.
+      num_towers: int; None is one tower a device.
+
+    Raises:
+      TypeError, ValueError: if `num_towers` is no integer, or less than there are devices.
+    """
+    if num_towers is None:
+        return devices
+    if isinstance(num_towers, bool) or not hasattr(num_towers, "__index__"):
+        raise TypeError("num_towers has to be an integer, not %r." % (num_towers,))
+    if num_towers < len(devices):
+        raise ValueError("%d towers leave some of the %d devices without one: name as many devices as are to be used."
+                         % (num_towers, len(devices)))
+    return [devices[i % len(devices)] for i in range(num_towers)]
+
+
 def check_device(device):
     """Returns `device`, a device name; raises TypeError or ValueError where it is none."""
     if not isinstance(device, str):
@@ -79,7 +99,7 @@ def warn_of_absent_devices(given, devices):
       UserWarning: if `given` is None and there is no GPU, or if `devices` names GPUs that this machine lacks.
     """
     if given is None and devices[0] == HOST:
-        warnings.warn("TowerBuilder was given no devices and TensorFlow sees no GPU, so there is one tower, on the CPU. If that "
+        warnings.warn("TowerBuilder was given no devices and TensorFlow sees no GPU, so towers stand on the CPU. If that "
                       "is meant, say devices=[\"/cpu:0\"]; else see that this TensorFlow is built for GPUs and that "
                       "CUDA_VISIBLE_DEVICES shows them.", stacklevel=3)
     specs = {device: tf.DeviceSpec.from_string(device) for device in devices}
@@ -105,7 +125,8 @@ def name_the_cure(devices):
     """Adds ops that do nothing, which TensorFlow's own error names where a Session lacks the devices of towers.
 
     A Session places all ops of the graph, in their order, when it runs for the first time, and names the first that stands
-    on a device which it lacks. So this comes before any op of a tower. Nothing waits for these ops and none ever runs.
+    on a device which it lacks. So this comes before any op of a tower. Nothing waits for these ops and none ever runs. There is
+    one where none is needed too: TensorFlow 1.15 draws by the number of ops before, which is not to follow the devices.
 
     Args:
       devices: list of str, the towers' devices.
@@ -114,6 +135,7 @@ def name_the_cure(devices):
     for spec in sorted(map(tf.DeviceSpec.from_string, devices), key=lambda spec: spec.device_index or 0):
         if spec.job is None and spec.task is None and (spec.device_type, spec.device_index or 0) != ("CPU", 0):
             last[spec.device_type] = spec  # a Session that has the one of the highest number has them all
+    last = last or {"CPU": tf.DeviceSpec.from_string(HOST)}
     for kind, spec in sorted(last.items()):
         name = "make_the_Session_by_towers.session_config/%s_%d" % (kind.lower(), spec.device_index or 0)
         try:

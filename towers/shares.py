@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 from towers.batch import count_examples
 from towers.exchange import TowerMismatchError
 from towers.placement import HOST
+from towers.sums import sum_in_order
 
 __all__ = ["count", "shares"]
 
@@ -58,7 +59,7 @@ def shares(counts, device):
         return [number / sum(counts) for number in counts]
     with tf.name_scope("weights"), tf.device(device):
         counts = [tf.cast(number, tf.float64) for number in counts]
-        total = tf.add_n(counts)
+        total = sum_in_order(counts)
         return [tf.div_no_nan(number, total) for number in counts]
 
 

@@ -1,0 +1,26 @@
+"""Sums over towers in an order that never changes, so that the same towers give the same bits in every run."""
+import tensorflow.compat.v1 as tf
+
+__all__ = ["mean_in_order", "sum_in_order"]
+
+
+def sum_in_order(tensors):
+    """Adds up tensors of one shape and dtype; of one tensor it returns that.
+
+    `tf.add_n` begins with whichever tensor's memory it may write over, which is another one from run to run, and Grappler
+    makes one of any chain of additions. What is stacked first is added up in its order.
+
+    Args:
+      tensors: list of tensors, not empty.
+
+    Returns:
+      A tensor of the same shape and dtype.
+    """
+    if len(tensors) < 3:
+        return tensors[0] + tensors[1] if len(tensors) == 2 else tensors[0]
+    return tf.reduce_sum(tf.stack(tensors), 0)
+
+
+def mean_in_order(tensors):
+    """Averages two or more floating point tensors of one shape and dtype, see `sum_in_order`."""
+    return sum_in_order(tensors) * 0.5 if len(tensors) == 2 else tf.reduce_mean(tf.stack(tensors), 0)
