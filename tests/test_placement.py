@@ -94,7 +94,8 @@ def test_gpu_that_is_divided_counts_as_many(gpus, recwarn):
 
 
 @pytest.mark.parametrize("devices,cured", [
-    (["/cpu:0"], ["cpu_0"]), (["/cpu:0", "/cpu:1", "/cpu:0", "/cpu:2"], ["cpu_2"]), (["/job:worker/task:1/gpu:0", "/cpu"], ["cpu_0"]),
+    (["/cpu:0"], ["cpu_0"]), (["/cpu:0", "/cpu:1", "/cpu:0", "/cpu:2"], ["cpu_2"]),
+    (["/job:worker/task:1/gpu:0", "/cpu"], ["cpu_0"]),
     (["/gpu:1", "/gpu:0", "/cpu:3"], ["cpu_3", "gpu_1"]), (["/gpu"], ["gpu_0"])])
 @pytest.mark.filterwarnings("ignore:TowerBuilder was given")
 def test_builds_add_one_op_a_kind_of_device_that_names_the_cure(devices, cured):
