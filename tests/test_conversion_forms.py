@@ -208,6 +208,18 @@ def of_sums_by_a_constant(x):
     return (x - mean) / tf.sqrt(tf.reduce_sum((x - mean) ** 2, 0) / count + 1e-3)
 
 
+def of_sums_of_sums(x):
+    count = x.shape.as_list()[0] * x.shape.as_list()[1]
+    mean = tf.reduce_sum(tf.reduce_sum(x, 1), 0) / count
+    return (x - mean) / tf.sqrt(tf.reduce_sum(tf.reduce_sum((x - mean) ** 2, 0), 0) / count + 1e-3)
+
+
+def by_computing_formula(x):
+    count, total = x.shape.as_list()[0], tf.reduce_sum(x, 0)
+    variance = (tf.reduce_sum(x * x, 0) - total * total / count) / count
+    return (x - total / count) / tf.sqrt(variance + 1e-3)
+
+
 def unbiased(x):
     count = tf.shape(x)[0] * tf.shape(x)[1]
     mean = tf.reduce_sum(x, [0, 1]) / tf.cast(count, x.dtype)
@@ -253,7 +265,8 @@ def mean_of_means(x):
 
 
 @pytest.mark.parametrize("layer, shape", [
-    (of_squares, [3]), (of_sums, [3]), (of_sums_by_a_constant, [3]), (unbiased, [4, 3]), (of_sufficient_statistics, [4, 3]),
+    (of_squares, [3]), (of_sums, [3]), (of_sums_by_a_constant, [3]), (of_sums_of_sums, [4, 3]),
+    (by_computing_formula, [3]), (unbiased, [4, 3]), (of_sufficient_statistics, [4, 3]),
     (of_sufficient_statistics_of_unknown_size, [4, 3]), (weighted, [4, 3]), (masked, [4, 3]), (by_norm, [4, 3]),
     (by_mean_square, [3]), (mean_of_means, [4, 3])])
 def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
@@ -290,6 +303,11 @@ def known_count(variance, x):
     return variance * count / (count - 1)
 
 
+def known_count_of_a_share(variance, x):
+    count = x.shape.as_list()[0] * 4
+    return 0.5 * variance * count / (count - 1)
+
+
 def unknown_count(variance, x):
     count = tf.cast(tf.shape(by_unknown_size(x))[0] * tf.shape(x)[1], x.dtype)
     return variance * count / (count - 1)
@@ -302,7 +320,7 @@ def unknown_integer(variance, x):
 
 @pytest.mark.parametrize("update_ops", ["first", "all"])
 @pytest.mark.parametrize("layer", [by_sums_and] + [
-    by_moments_and(correct) for correct in (known_ratio, known_count, unknown_count, unknown_integer)])
+    by_moments_and(correct) for correct in (known_ratio, known_count, known_count_of_a_share, unknown_count, unknown_integer)])
 def test_corrections_of_moving_variances_take_the_number_of_all_examples(layer, update_ops):
     def with_averages(x):
         y, *moments = layer(x)
@@ -311,6 +329,18 @@ def test_corrections_of_moving_variances_take_the_number_of_all_examples(layer, 
         return y
 
     assert_equals_one_batch(tf_syncbn.convert_model(model_of(with_averages)), batch_of(4, 3), 3, SIZES[1], update_ops)
+
+
+def test_a_correction_of_sums_by_a_constant_is_refused_by_name():
+    def layer(x):
+        mean, number = tf.reduce_mean(x, 0), x.shape.as_list()[0]
+        variance = tf.reduce_mean(x * x, 0) - mean ** 2
+        *_, moving = variables(3, x.dtype, "moving")
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(moving, variance * (number / (number - 1))))
+        return (x - mean) * tf.rsqrt(variance + 1e-3)
+
+    with pytest.raises(ValueError, match=r"'bn1': .*multiplied by n / \(n - 1\), where n is a constant"):
+        build(tf_syncbn.convert_model(model_of(layer)), batch_of(3), 2)
 
 
 def test_a_number_of_examples_that_the_loss_is_divided_by_too_stays_the_towers_own():

@@ -18,8 +18,8 @@ ORDER = {"towers": ["version", "context", "sums", "exchange", "cross_tower", "pl
                     "testing"],
          "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
                        "whole_batch", "batch_norm", "slim", "dependence", "factors", "axis_rules", "layout",
-                       "counts", "fused_batch_norms", "roots", "detection", "replacement", "conversion", "recalibration",
-                       "variable_names", "checkpoints"]}
+                       "counts", "fused_batch_norms", "roots", "detection", "crossings", "replacement", "conversion",
+                       "recalibration", "variable_names", "checkpoints"]}
 
 
 def imports(path):

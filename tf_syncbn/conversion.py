@@ -13,6 +13,8 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
 from towers.exchange import TowerMismatchError, forward_op_of, is_recorded
+from towers.graph_walk import ancestors
+from tf_syncbn.crossings import find_crossings
 from tf_syncbn.dependence import find_statistics
 from tf_syncbn.detection import find_batch_norms, find_hidden
 from tf_syncbn.fused_batch_norms import is_fused, is_training
@@ -25,6 +27,9 @@ _ENDINGS = re.compile(r"(/(cond|moments|batchnorm)(_\d+)?)+$")
 
 _MEND = ("Take a layer's own synchronization away (tensorpack's sync_statistics), compute moments of all examples by "
          "tf.nn.moments, or use tf_syncbn.sync_batch_norm.")
+_CROSSING = ("convert_model: %s computes something of all examples of a tower together that comes back to each of them, and is "
+             "no batch norm of a kind that it knows. It stays each tower's own, and one tower would compute it of the whole "
+             "batch. Compute it of all towers' examples, by towers.all_reduce or towers.all_gather, or leave it out by `only`.")
 
 
 class ConvertedLayer(NamedTuple):
@@ -55,8 +60,9 @@ def convert_model(model_fn, only=None):
 
     Only what the model's outputs, or items that it added to collections, depend on is converted. A tensor that the model
     function hands out otherwise (an attribute of a Keras layer, say) is that of the unconverted layer. Outside of towers,
-    and with one tower, the model stays as it is; what would be refused with more is refused with one too. Not found are
-    normalization by a moving average that was just updated, and subtraction of the mean alone.
+    and with one tower, the model stays as it is; what would be refused with more is refused with one too. Not found is
+    normalization by a moving average that was just updated. Whatever else takes all examples together and comes back to each
+    of them, a mean that is subtracted or a largest value, stays the tower's own, and a warning names it.
 
     Args:
       model_fn: a model function, see `TowerBuilder.build`.
@@ -75,7 +81,8 @@ def convert_model(model_fn, only=None):
 
     Warns:
       UserWarning: where something that looks like a batch norm is of no known kind, and stays local: groups of examples that
-        are not consecutive, say, or a root of more than sums.
+        are not consecutive, say, or a root of more than sums; and where anything else that a tower computes of all its examples
+        comes back to them.
 
     Example:
 
@@ -138,7 +145,7 @@ def _find(added, batch, outputs, only, tower):
     Returns:
       Lists of the batch norms, of their scopes, and of the scopes of what would be one but depends on variables alone.
     """
-    ops = added.needed(outputs)
+    ops, leaves = added.needed(outputs), [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
     hidden = [op for op in find_hidden(ops) if only is None or only(_scope_of(op, tower))]
     if hidden:
         raise ValueError(
@@ -146,7 +153,13 @@ def _find(added, batch, outputs, only, tower):
             "TensorFlow 2. Give the layer `training` as a bool, call the model without tf.function, or call "
             "tf.disable_control_flow_v2() when the program starts."
             % ", ".join(repr(tower.relative(op.name)) for op in hidden))
-    found, suspects, of_variables = find_batch_norms(ops, batch)
+    found, suspects, of_variables, model, known = find_batch_norms(ops, batch)
+    if tower.is_first and tower.num_towers > 1:
+        scopes_of_suspects = {_scope_of(op, tower) for op in suspects}
+        crossings = dict.fromkeys(_scope_of(op, tower) for op in find_crossings(model, known, ancestors(leaves)))
+        crossings = [scope for scope in crossings if scope not in scopes_of_suspects and (only is None or only(scope))]
+        if crossings:
+            warnings.warn(_CROSSING % ", ".join(map(repr, crossings)), stacklevel=4)
     suspects = ", ".join(repr(_scope_of(op, tower)) for op in suspects)
     if found and suspects and tower.is_first:
         warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "

@@ -6,9 +6,11 @@ where these numbers themselves go in. What stands between is not the moments' ow
 """
 import tensorflow.compat.v1 as tf
 
+from towers.graph_walk import ancestors, descendants
 from tf_syncbn.axis_rules import reduced_axes
 
-__all__ = ["FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "with_counts"]
+__all__ = ["FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
+           "with_counts"]
 
 SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
 FACTORS = ("Mul", "RealDiv", "Div", "DivNoNan")
@@ -72,58 +74,103 @@ def counts_beside(moments, model):
 
 
 def corrected_by(number, variance):
-    """Returns the ops that give a variance times `number / (number - 1)`, by constants; a list."""
-    found, stack = [], [(variance, 1.0)]
+    """Returns the ops that give a variance times `number / (number - 1)`, by constants; a list.
+
+    Other factors may stand before these: the share of a moving average, say.
+    """
+    found, stack, wanted = [], [(variance, ())], number / max(number - 1, 1)
+    rounding = 1e-12 if variance.dtype == tf.float64 else 4e-7
     while stack:
-        tensor, factor = stack.pop()
+        tensor, products = stack.pop()  # of the last factor, of the last two, and so on
         for consumer in tensor.consumers():
             if consumer.type in SAME_VALUE:
-                stack.append((consumer.outputs[0], factor))
+                stack.append((consumer.outputs[0], products))
             elif consumer.type in FACTORS:
                 i = 1 if consumer.inputs[0] is tensor else 0
                 value = tf.get_static_value(consumer.inputs[i])
                 if value is None or value.size != 1 or not value or i == 0 and consumer.type != "Mul":
                     continue
-                now = factor * value.item() if consumer.type == "Mul" else factor / value.item()
-                if number > 1 and abs(now * (number - 1) - number) < 1e-6 * number < 1e-1:
+                factor = value.item() if consumer.type == "Mul" else 1 / value.item()
+                now = tuple(product * factor for product in (1.0,) + products)
+                if wanted > 1 + 4 * rounding and any(abs(product - wanted) < rounding * wanted for product in now):
                     found.append(consumer)
                 else:
                     stack.append((consumer.outputs[0], now))
     return found
 
 
-def divisors_of(op, model):
-    """Looks for the numbers of examples that a sum is divided by.
+def is_corrected(root, sums):
+    """Tells whether anything between sums or means and a root that is of them is multiplied by Bessel's correction, a constant.
+
+    Args:
+      root: operation.
+      sums: list of operations, Sums or Means.
+    """
+    numbers = {number for number in map(_number_added_up, sums) if number and number > 1}
+    between = ancestors([root], within=descendants(sums)) - {root}
+    return any(corrected_by(number, tensor) for number in numbers for op in between for tensor in op.outputs[:1]
+               if tensor.dtype.is_floating)
+
+
+def divisors_of(op, model, is_used):
+    """Looks for the numbers of examples that a sum, or what is computed of it, is multiplied or divided by.
+
+    Args:
+      op: operation, a Sum or Mean over examples.
+      model: `tf_syncbn.layout.Examined`.
+      is_used: a function of an op that tells whether examples are computed of it.
 
     Returns:
       counts: a constant that is the number of what is added up is one too.
-      are_known: False where the sum is multiplied or divided by a constant that may have been computed of such a number.
+      are_known: False where the factor is a constant that may have been computed of such a number.
     """
-    number = tf.TensorShape([op.inputs[0].shape[axis] for axis in reduced_axes(op)]).num_elements()
-    counts, are_known, stack = {}, True, list(op.outputs)
+    counts, are_known, seen, stack = {}, True, set(), [(op.outputs[0], _number_added_up(op))]
     while stack:
-        tensor = stack.pop()
-        for consumer in tensor.consumers():
-            if consumer.type in FACTORS and consumer in model.order:
+        tensor, number = stack.pop()
+        for consumer in set(tensor.consumers()) - seen:
+            if consumer not in model.order or any(map(model.layout.axes, consumer.outputs)) or not is_used(consumer):
+                continue
+            seen.add(consumer)
+            if consumer.type in FACTORS and consumer.inputs[0] is not consumer.inputs[1]:
                 i = 1 if consumer.inputs[0] is tensor else 0
                 found, is_known = _number(consumer, i, model, number)
                 are_known = are_known and is_known
                 if found:
                     counts[consumer, i] = found
-            elif consumer.type in SAME_VALUE:
-                stack += consumer.outputs
-            elif consumer.type == "IdentityN":
-                stack += [output for output, source in zip(consumer.outputs, consumer.inputs) if source is tensor]
+            if consumer.type == "IdentityN":
+                stack += [(output, number) for output, source in zip(consumer.outputs, consumer.inputs) if source is tensor]
+            elif consumer.type in ("Sum", "Mean"):
+                stack.append((consumer.outputs[0], _number_added_up(consumer)))
+            elif consumer.type in _ARITHMETIC + ("Square", "SquaredDifference", "Rsqrt"):
+                stack.append((consumer.outputs[0], number))
     return counts, are_known
+
+
+def _number_added_up(op):
+    """Returns how many numbers a reduction adds up, and those before it that it is of; None where that is unknown."""
+    reduced, number = reduced_axes(op), 1
+    while reduced is not None:
+        size = tf.TensorShape([op.inputs[0].shape[axis] for axis in reduced]).num_elements()
+        number, op = size and number * size, op.inputs[0].op
+        while op.type in SAME_VALUE:
+            op = op.inputs[0].op
+        if number is None or op.type not in ("Sum", "Mean"):
+            return number
+        reduced = reduced_axes(op)
+    return None
 
 
 def _number(op, i, model, number):
     """Returns the places of a number of examples behind an input, a set of one or none, and whether that is for sure."""
     tensor, value = op.inputs[i], _value(op.inputs[i], model)
-    if model.layout.is_count(tensor) or number and value == number:
+    is_number = number and value == number
+    if model.layout.is_count(tensor) or is_number and (number > 1 or op.type != "Mul"):
         return {(op, i)}, True
+    if is_number:  # a product with 1, which 1 / n is too
+        return set(), False
     if value is not None:
-        of_number = (number - 1, 1 / number, 1 - 1 / number, number / max(number - 1, 1)) if number and number > 1 else ()
+        of_number = [n ** power for n in (number, number - 1, number / (number - 1)) for power in (1, -1, 0.5, -0.5)
+                     if n != 1] if number and number > 1 else ()
         return set(), not any(abs(value - other) < 1e-6 * other for other in of_number)
     source = tensor.op
     if source.type in SAME_VALUE + ("Reciprocal", "Inv", "Sub", "IdentityN"):

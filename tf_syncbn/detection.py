@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 from towers.exchange import control_flow_now, control_flow_of, forward_op_of
 from towers.graph_walk import calls_of
 from tf_syncbn.axis_rules import reduced_axes
-from tf_syncbn.counts import SAME_VALUE, corrected_by, counts_beside
+from tf_syncbn.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
 from tf_syncbn.dependence import depend_on_data, depend_on_variables
 from tf_syncbn.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
 from tf_syncbn.layout import Examined, Layout
@@ -31,10 +31,14 @@ class Found(NamedTuple):
       batch_norms: list of `BatchNorm`, in the order of the ops.
       suspects: list of the square root ops that divide by a standard deviation over examples and belong to none of them.
       of_variables: list of `BatchNorm`, what would be one but depends on variables alone, as standardized weights do.
+      model: `Examined`, what the ops were found to do with examples.
+      known: set of the ops that were looked at: of these three, and what they scale by.
     """
     batch_norms: Any
     suspects: Any
     of_variables: Any
+    model: Any
+    known: Any
 
 
 def find_batch_norms(ops, batch):
@@ -77,7 +81,7 @@ def find_batch_norms(ops, batch):
         known.update(counts)
         in_order = sorted(counts.items(), key=lambda item: (model.order[item[0][0]], item[0][1]))
         found[k] = batch_norm._replace(counts=dict(in_order))
-    return Found(found, suspects, of_variables)
+    return Found(found, suspects, of_variables, model, known)
 
 
 def find_hidden(ops):
@@ -170,6 +174,9 @@ def _sums(root, model, known):
     counts = {place: of_counts for place, of_counts in counts.items() if place not in known}
     unknown = [op.outputs[0] for op in sums if not op.outputs[0].shape.is_fully_defined()]
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
+    if is_corrected(root, sums):
+        trouble = ("what it computes of its moments is multiplied by n / (n - 1), where n is a constant, the number of one "
+                   "tower's examples: take it of tf.shape, or take moments by tf.nn.moments")
     if unknown:
         trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
     return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts, trouble=trouble), False

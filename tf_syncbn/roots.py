@@ -124,10 +124,9 @@ def statistics_of(root, model):
             else:
                 stack += [(source, k) for k in range(len(source.inputs))]
     for op in sums:
-        if op.type == "Sum":
-            more, are_known = divisors_of(op, model)
-            counts.update(more)
-            are_all = are_all and are_known
+        more, are_known = divisors_of(op, model, lambda consumer: is_root(consumer) or use_of(consumer, model) is not None)
+        counts.update(more)
+        are_all = are_all and are_known
     return Statistics(sums, counts, are_all)
 
 

@@ -396,6 +396,12 @@ def gradient_place(op):
     return place, detail
 
 
+def stands_at_exchange(op):
+    """Tells whether `op` hands on what towers exchanged itself, beside what this tower left."""
+    place, *_ = getattr(op.graph, _ORIGINS, {}).get(op.name, [None])
+    return place is not None and op.inputs[0].op in place.meetings.stand_ins
+
+
 def without_numbers(name):
     """Returns a name without the numbers that TensorFlow and Keras add to names that were taken."""
     return re.sub(r"_\d+(?=/|$)", "", name)

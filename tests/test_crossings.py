@@ -1,0 +1,109 @@
+"""What convert_model can't sync and one tower would compute of the whole batch is named, whatever it is made of."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.support import build
+from tests.test_conversion import by_moments
+
+
+def normalized(x, mean, variance):
+    return (x - mean) * tf.rsqrt(variance + 1e-3)
+
+
+def of_mask(x):
+    mask = tf.broadcast_to(x[:, :, :1] > -0.5, tf.shape(x))
+    count = tf.reduce_sum(tf.cast(mask[:, :, 0], x.dtype))
+    mean = tf.reduce_sum(tf.where(mask, x, tf.zeros_like(x)), [0, 1]) / count
+    return normalized(x, mean, tf.reduce_sum(tf.where(mask, (x - mean) ** 2, tf.zeros_like(x)), [0, 1]) / count)
+
+
+def of_chosen(x):
+    chosen = x[:, 0, 0] > -0.5
+    mean = tf.reduce_mean(tf.boolean_mask(x, chosen), [0, 1])
+    return normalized(x, mean, tf.reduce_mean(tf.boolean_mask(x - mean, chosen) ** 2, [0, 1]))
+
+
+def one_sided(x):
+    centred = x - tf.reduce_mean(x, [0, 1])
+    return centred * tf.rsqrt(tf.reduce_mean(tf.nn.relu(centred) ** 2, [0, 1]) + 1e-3)
+
+
+def of_absolute_values(x):
+    centred = x - tf.reduce_mean(x, [0, 1])
+    return centred / (tf.reduce_mean(tf.abs(centred), [0, 1]) + 1e-3)
+
+
+def of_a_stopped_gradient(x):
+    return (x - tf.reduce_mean(x, [0, 1])) / (tf.math.reduce_std(tf.stop_gradient(x), [0, 1]) + 1e-3)
+
+
+def mean_beside_flat_deviation(x):
+    return (x - tf.reduce_mean(x, [0, 1])) / (tf.math.reduce_std(tf.reshape(x, [-1, 3]), 0) + 1e-3)
+
+
+def with_more_under_the_root(x):
+    mean, variance = tf.nn.moments(x, [0, 1])
+    return normalized(x, mean, variance + tf.reduce_mean(tf.sin(x) ** 2, [0, 1]))
+
+
+def by_einsum(x):
+    rows = tf.reshape(x, [-1, 3])
+    centred = rows - tf.reduce_mean(rows, 0)
+    variance = tf.einsum("nc,nc->c", centred, centred) / tf.cast(tf.shape(rows)[0], x.dtype)
+    return tf.reshape(centred * tf.rsqrt(variance + 1e-3), tf.shape(x))
+
+
+def whitened(x):
+    rows = tf.reshape(x, [-1, 3])
+    centred = rows - tf.reduce_mean(rows, 0)
+    covariance = tf.matmul(centred, centred, transpose_a=True) / tf.cast(tf.shape(rows)[0], x.dtype)
+    root = tf.linalg.cholesky(covariance + 1e-3 * tf.eye(3, dtype=x.dtype))
+    return tf.reshape(tf.transpose(tf.linalg.triangular_solve(root, tf.transpose(centred))), tf.shape(x))
+
+
+CROSSING = [of_mask, of_chosen, one_sided, of_absolute_values, of_a_stopped_gradient, mean_beside_flat_deviation,
+            with_more_under_the_root, by_einsum, whitened,
+            lambda x: x / tf.math.reduce_euclidean_norm(x, [0, 1]),
+            lambda x: x / tf.sqrt(tf.reduce_max(x * x, [0, 1]) + 1e-3),
+            lambda x: x * tf.rsqrt(2 * tf.nn.l2_loss(x)),
+            lambda x: x - tf.reduce_mean(x, [0, 1]),
+            lambda x: x - x[0]]
+
+
+def model_of(layer):
+    def model_fn(x):
+        y = x * tf.get_variable("scale", [3], x.dtype, tf.ones_initializer())
+        with tf.name_scope("mine"):
+            y = layer(y)
+        return tf.reduce_mean(tf.sin(by_moments(y, "bn")) ** 2)
+    return model_fn
+
+
+def convert(layer, **kwargs):
+    converted = tf_syncbn.convert_model(model_of(layer), **kwargs)
+    build(converted, (np.random.RandomState(0).randn(7, 4, 3),), 2)
+    return [layer.scope for layer in converted.converted]
+
+
+@pytest.mark.parametrize("layer", CROSSING)
+def test_what_takes_all_examples_of_a_tower_and_comes_back_to_them_is_named(layer):
+    with pytest.warns(UserWarning, match="convert_model: 'mine.* of all examples of a tower together that comes back to each"):
+        scopes = convert(layer)
+    assert "bn" in scopes
+
+
+@pytest.mark.parametrize("layer, kwargs", [
+    (of_mask, {"only": "bn"}),
+    (lambda x: x - towers.all_reduce(tf.reduce_mean(x, [0, 1]), "mean"), {}),
+    (lambda x: x - tf.reduce_mean(towers.all_gather(x), [0, 1]), {}),
+    (lambda x: [tf.summary.histogram("centred", x - tf.reduce_mean(x, 0)), tf_syncbn.sync_batch_norm(x)][1], {}),
+    (lambda x: x + 0 * tf.stop_gradient(tf.cast(tf.shape(x)[0], x.dtype)), {})])
+def test_what_was_chosen_or_is_of_all_towers_or_never_comes_back_is_not_named(layer, kwargs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert convert(layer, **kwargs) == ["bn"]

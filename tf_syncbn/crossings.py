@@ -1,0 +1,42 @@
+"""What is computed of all of a tower's examples together and comes back to each of them: towers compute it otherwise than one.
+
+A batch norm is one such thing, and `tf_syncbn.detection` finds those of known kinds. This finds whatever else there is, of no
+matter which ops, so that nothing stays each tower's own in silence.
+"""
+from towers.exchange import forward_op_of, stands_at_exchange
+from towers.graph_walk import ancestors
+from tf_syncbn.roots import use_of
+
+__all__ = ["find_crossings"]
+
+
+def find_crossings(model, known, needed):
+    """Finds ops that take examples together, whose results examples are computed of.
+
+    What they take are examples, and what they make lies along no axis of theirs. Numbers of examples are integers, and not
+    meant. What an exchange hands on is that of all towers.
+
+    Args:
+      model: `tf_syncbn.layout.Examined`.
+      known: set of ops that are of batch norms, or looked at already.
+      needed: set of ops that the model's outputs depend on.
+
+    Returns:
+      A list of operations, in their order.
+    """
+    exchanged = {op for op in model.order if stands_at_exchange(op)}
+    seen = model._replace(order={op: place for op, place in model.order.items() if op in needed and op not in exchanged})
+    return [op for op in seen.order if op in model.of_data and op not in known and forward_op_of(op) is None
+            and _takes_together(op, model.layout) and use_of(op, seen) is not None and _is_own(op, model, exchanged)]
+
+
+def _is_own(op, model, exchanged):
+    """Tells whether an op is computed of the tower's own data, other than by way of what all towers exchanged."""
+    return any(not earlier.inputs and earlier in model.of_data or any(
+        tensor.op in model.of_data and tensor.op not in model.order for tensor in earlier.inputs)
+        for earlier in ancestors([op], within=model.order, stop=exchanged))
+
+
+def _takes_together(op, layout):
+    return (bool(op.outputs) and op.outputs[0].dtype.is_floating and any(map(layout.axes, op.inputs))
+            and not any(map(layout.axes, op.outputs)))
