@@ -115,8 +115,8 @@ class TowerBuilder:
         or the CPU where there is none, with a warning.
       aggregation_device: str, where towers meet and gradients are averaged. None is the first tower's device.
       variable_placement: "host", the CPU's memory, or "first", the first tower's device.
-      num_towers: int, so many towers are put on the devices in turn; None is one on each. The same towers train to the same
-        bits on however many devices.
+      num_towers: int, so many towers are put on the devices in turn; None is one on each. On however many devices the same
+        towers train to the same bits.
 
     Attributes:
       devices: list of str, each tower's device.
