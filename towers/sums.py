@@ -16,9 +16,7 @@ def sum_in_order(tensors):
     Returns:
       A tensor of the same shape and dtype.
     """
-    if len(tensors) < 3:
-        return tensors[0] + tensors[1] if len(tensors) == 2 else tensors[0]
-    return tf.reduce_sum(tf.stack(tensors), 0)
+    return tf.add_n(tensors) if len(tensors) < 3 else tf.reduce_sum(tf.stack(tensors), 0)
 
 
 def mean_in_order(tensors):
