@@ -112,10 +112,11 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
     # A loss may read a variable last of all. Without the wait it was seen to read what this very step had updated.
     waits = list(update_ops) + getattr(tower_grads, "losses", [])
     with tf.name_scope("average_gradients"), tf.device(aggregation_device), tf.control_dependencies(waits):
+        axis = tf.constant(0, name="axis") if len(tower_grads) > 2 else 0
         for pairs in zip(*tower_grads):
             gradients = [gradient for gradient, _ in pairs if gradient is not None]
             if gradients:
-                averaged.append(_mean(gradients, len(tower_grads)))
+                averaged.append(_mean(gradients, len(tower_grads), axis))
                 variables.append(pairs[0][1])
         if not averaged:
             raise ValueError("There is no gradient to average: it is None for every variable in every tower.")
@@ -158,7 +159,7 @@ def _without_nan_of_empty(gradient, weight):
     return tf.where_v2(tf.logical_or(weight > 0, tf.is_finite(gradient)), gradient, tf.zeros_like(gradient))
 
 
-def _mean(gradients, num_towers):
+def _mean(gradients, num_towers, axis):
     if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return tf.IndexedSlices(tf.concat([g.values for g in gradients], 0) / num_towers,
                                 tf.concat([g.indices for g in gradients], 0), gradients[0].dense_shape)
@@ -166,7 +167,7 @@ def _mean(gradients, num_towers):
     if num_towers == 1:
         return tf.identity(gradients[0])  # an op to wait for the updates
     if len(gradients) == num_towers:
-        return mean_in_order(gradients)
+        return mean_in_order(gradients, axis)
     return sum_in_order(gradients) * (1.0 / num_towers)
 
 

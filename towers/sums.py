@@ -19,6 +19,11 @@ def sum_in_order(tensors):
     return tf.add_n(tensors) if len(tensors) < 3 else tf.reduce_sum(tf.stack(tensors), 0)
 
 
-def mean_in_order(tensors):
-    """Averages two or more floating point tensors of one shape and dtype, see `sum_in_order`."""
-    return sum_in_order(tensors) * 0.5 if len(tensors) == 2 else tf.reduce_mean(tf.stack(tensors), 0)
+def mean_in_order(tensors, axis=0):
+    """Averages two or more floating point tensors of one shape and dtype, see `sum_in_order`.
+
+    Args:
+      tensors: list of tensors.
+      axis: 0, or a tensor of that, which several calls may share: each would make one of its own.
+    """
+    return sum_in_order(tensors) * 0.5 if len(tensors) == 2 else tf.reduce_mean(tf.stack(tensors), axis)
