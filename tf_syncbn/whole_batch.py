@@ -207,13 +207,13 @@ def _sync_batch_norm_gradient(op, dy, d_moments, *_):
     """
     place, (how, optional) = gradient_place(op)
     dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
-    with _gradient_span(place, dy, d_moments, list(op.outputs)):
+    with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
         return _layer_gradient(op, dy, d_moments, place, how, optional)
 
 
-def _gradient_span(place, *inputs):
+def _gradient_span(op, place, *inputs):
     """Holds a layer's gradient together in a model function that takes it, as `_span` does the layer."""
-    return span(("sync_batch_norm", place and place.key, "gradient"), *inputs)
+    return span(("sync_batch_norm gradient", op.name if place is None else place.key), *inputs)
 
 
 def _layer_gradient(op, dy, d_moments, place, how, optional):
@@ -239,7 +239,7 @@ def _layer_gradient(op, dy, d_moments, place, how, optional):
 def _sync_moments_gradient(op, d_moments, _):
     """The gradient of the moments of all towers with respect to one tower's part of the batch."""
     place, axis = gradient_place(op)
-    with _gradient_span(place, d_moments, list(op.outputs)):
+    with _gradient_span(op, place, d_moments, list(op.outputs)):
         with tf.name_scope("exchange"):
             if place is not None:
                 d_moments = cross_tower_sum_at(place, d_moments)

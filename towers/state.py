@@ -153,7 +153,7 @@ class _State:
         if any(len(of_tower) != len(writes[0]) for of_tower in later):
             raise TowerMismatchError(
                 "The towers write the variable %r another number of times each: %s. Write it alike in every tower, or in tower 0 "
-                "alone." % (variable_of(variable).name, ", ".join(str(len(of_tower)) for of_tower in writes)))
+                "alone." % (_outer(variable).name, ", ".join(str(len(of_tower)) for of_tower in writes)))
         if self._share(variable, writes):
             self._protect(variable, writes[0])
             return
@@ -188,7 +188,7 @@ class _State:
                         raise ValueError(
                             "The towers can't write the variable %r one after the other: they meet between %r and an earlier "
                             "tower's write. Write it once in a model function, or compute it of all towers' data."
-                            % (variable_of(variable).name, op.name))
+                            % (_outer(variable).name, op.name))
                     _run_after(op, earlier[variable.name], view)
             if len(of_tower) == 1:
                 self._read_after_all(variable, of_tower[0], last, view, direct)
@@ -364,8 +364,13 @@ def _read(source):
     return tf.identity(source.inputs[0])
 
 
+def _outer(variable):
+    """Returns the op of a variable as the model knows it, not what stands for it in a loop's body."""
+    return variable_of(variable) or variable  # what else is handed out by reference, a barrier say, stands for itself
+
+
 def _warn(variable, write):
-    variable = variable_of(variable)
+    variable = _outer(variable)
     if any(variable is _op(metric) for metric in tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)):
         return  # sums and counts of examples, by TensorFlow's own definition
     warnings.warn(
