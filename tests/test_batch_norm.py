@@ -7,7 +7,7 @@ import tf_syncbn
 import towers
 from tests.batch_norm_oracle import EPSILON, gradients, largest, normalized, numerical_gradient
 from tests.support import build, has_tf_layers, run, session, train_by
-from towers.exchange import runs_onednn
+from towers.private import runs_onednn
 from tf_syncbn import whole_batch
 
 MOMENTUM = 0.9

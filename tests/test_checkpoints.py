@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import tf_syncbn
 from tests.support import has_tf_layers
-from tf_syncbn.checkpoints import assignment_map, convert, main, rename
+from tf_syncbn.checkpoints import assignment_map, convert, rename
+from tf_syncbn.checkpoints.__main__ import main
 
 try:
     from tensorflow.contrib import slim as contrib

@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, cpus, run, session, set_variables
-from towers.exchange import runs_onednn
+from towers.private import runs_onednn
 
 X = np.random.RandomState(0).randn(3, 6, 6, 2).astype(np.float32)
 SGD = tf.train.GradientDescentOptimizer

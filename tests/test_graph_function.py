@@ -11,11 +11,11 @@ import tf_syncbn
 import towers
 from tests.batch_norm_oracle import normalized
 from tests.support import build, cpus, run, session
-from tf_syncbn.graph_function import call, call_with_gradient
-from tf_syncbn.moments import unpack
-from tf_syncbn.normalization import Ops, gradient_sums, input_gradient, normalize_by
-from tf_syncbn.whole_batch import moments_over_towers
 from towers import current_tower
+from tf_syncbn.kernels.graph_function import call, call_with_gradient
+from tf_syncbn.kernels.moments import unpack
+from tf_syncbn.kernels.normalization import Ops, gradient_sums, input_gradient, normalize_by
+from tf_syncbn.whole_batch import moments_over_towers
 
 ROOT = Path(__file__).parent.parent
 X = np.random.RandomState(0).randn(6, 4, 4, 3).astype(np.float32) * 2 + 1

@@ -4,7 +4,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from tests.support import run
-from tf_syncbn.layout import Layout
+from tf_syncbn.conversion.layout import Layout
 
 BATCH = 7  # no other size is a multiple of it
 

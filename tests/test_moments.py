@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.batch_norm_oracle import largest
 from tests.support import run, session
-from tf_syncbn.graph_function import call
-from tf_syncbn.moments import add_along, channel_sums, local_moments, merge, multiply_along, unpack
+from tf_syncbn.kernels.graph_function import call
+from tf_syncbn.kernels.moments import add_along, channel_sums, local_moments, merge, multiply_along, unpack
 
 CHANNELS = 3
 # Of means in standard deviations, of variances. float16 is summed in float32.

@@ -1,5 +1,7 @@
 """The packages as a whole: what importing does, who imports whom, and what stands in the front doors."""
 import ast
+import configparser
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +14,16 @@ import towers
 ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
-ORDER = {"towers": ["version", "context", "sums", "exchange", "cross_tower", "placement", "batch", "shares", "sharing",
-                    "graph_walk", "global_loss", "graph_collections", "functions", "likeness", "twins", "state",
-                    "empty_batches", "keras3", "builder", "update_ops", "overlap", "gradients", "training", "assignment",
-                    "testing"],
-         "tf_syncbn": ["graph_function", "moments", "arguments", "normalization", "moving_averages", "renormalization",
-                       "whole_batch", "batch_norm", "slim", "dependence", "factors", "axis_rules", "layout",
-                       "counts", "fused_batch_norms", "roots", "detection", "crossings", "replacement", "conversion",
-                       "recalibration", "variable_names", "checkpoints"]}
+ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
+                    "placement", "batch", "shares", "sharing", "graph_walk", "global_loss", "graph_collections", "functions",
+                    "likeness", "twins", "state", "empty_batches", "keras3", "builder", "update_ops", "overlap", "gradients",
+                    "training", "assignment", "testing"],
+         "tf_syncbn": ["kernels.graph_function", "kernels.moments", "arguments", "kernels.normalization", "moving_averages",
+                       "renormalization", "whole_batch", "batch_norm", "slim", "conversion.dependence", "conversion.factors",
+                       "conversion.axis_rules", "conversion.layout", "conversion.counts", "conversion.fused_batch_norms",
+                       "conversion.roots", "conversion.detection", "conversion.crossings", "conversion.replacement",
+                       "conversion.convert", "conversion.__init__", "recalibration", "checkpoints.variable_names",
+                       "checkpoints.files", "checkpoints.__init__", "checkpoints.__main__", "kernels.__init__"]}
 
 
 def imports(path):
@@ -35,23 +39,37 @@ def imports(path):
 
 @pytest.mark.parametrize("package", sorted(ORDER))
 def test_files_import_only_what_stands_before_them(package):
-    order = ORDER[package]
-    files = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+    order, folder = ORDER[package], ROOT / package
+    files = {".".join(path.relative_to(folder).with_suffix("").parts) for path in folder.rglob("*.py")} - {"__init__"}
     assert files == set(order)
     for position, name in enumerate(order):
-        mine = {m.split(".")[1] for m in imports(ROOT / package / (name + ".py")) if m.startswith(package + ".")}
+        mine = {m[len(package) + 1:] for m in imports(folder / (name.replace(".", "/") + ".py")) if m.startswith(package + ".")}
         assert mine <= set(order[:position]), name
 
 
+def test_no_module_is_hidden_by_what_the_front_door_calls_by_its_name():
+    for package in (towers, tf_syncbn):
+        for name in package.__all__:
+            module = ROOT / package.__name__ / (name + ".py")
+            assert not module.exists() or inspect.ismodule(getattr(package, name)), module
+
+
+def test_every_folder_is_installed():
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for package in ORDER for path in (ROOT / package).rglob("*.py")}
+    settings = configparser.ConfigParser()
+    settings.read(str(ROOT / "setup.cfg"))
+    assert set(settings["options"]["packages"].split()) == folders
+
+
 def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
-    for path in (ROOT / "towers").glob("*.py"):
+    for path in (ROOT / "towers").rglob("*.py"):
         assert not [module for module in imports(path) if module.startswith("tf_syncbn")], path
     for path in list((ROOT / "examples").rglob("*.py")) + list((ROOT / "benchmarks").rglob("*.py")):
         assert not [m for m in imports(path) if m.startswith(("towers.", "tf_syncbn."))], path
 
 
 def test_library_needs_tensorflow_and_numpy_alone():
-    for path in list((ROOT / "towers").glob("*.py")) + list((ROOT / "tf_syncbn").glob("*.py")):
+    for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast",
                    "contextlib", "functools", "hashlib", "itertools", "operator",
                    "os", "re", "sys", "threading", "typing", "warnings"}

@@ -6,8 +6,8 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, run
-from tf_syncbn.whole_batch import moments_over_towers
 from towers import current_tower
+from tf_syncbn.whole_batch import moments_over_towers
 
 SHAPES = {"rank 2": [8, 3], "rank 4": [4, 2, 2, 3]}
 

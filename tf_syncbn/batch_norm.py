@@ -3,11 +3,11 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import tower_here
+from towers.exchanges import tower_here
 from tf_syncbn.arguments import check_axis, check_mask, check_numbers, check_training
-from tf_syncbn.moments import accumulator
+from tf_syncbn.kernels.moments import accumulator
+from tf_syncbn.kernels.normalization import normalize
 from tf_syncbn.moving_averages import AveragedLayer, collect_updates, moving_average_steps, remember_layer, update_ops
-from tf_syncbn.normalization import normalize
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 from tf_syncbn.whole_batch import Normalization, normalize_over_towers
 

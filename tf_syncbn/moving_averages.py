@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import written_variable
-from tf_syncbn.graph_function import call
-from tf_syncbn.moments import unpack
+from tf_syncbn.kernels.graph_function import call
+from tf_syncbn.kernels.moments import unpack
 
 __all__ = ["AveragedLayer", "averaged_layers", "collect_updates", "moving_average_steps", "remember_layer", "share_of_new",
            "steps_where_counted", "update_ops"]
@@ -26,7 +26,7 @@ class AveragedLayer(NamedTuple):
       unbiased: whether what averages the variance takes `variance n / max(n - 1, 1)`.
       epsilon: float.
       moments: a function without arguments that returns the tensor [2C + 1] of the moments of all towers, see
-        `tf_syncbn.moments.merge`.
+        `tf_syncbn.kernels.moments.merge`.
     """
     scope: str
     variables: dict
@@ -53,7 +53,7 @@ def moving_average_steps(moments, momentum, training, moving_mean, moving_varian
     """Computes what to subtract from a moving mean and a moving variance: `(moving - new) (1 - momentum)`.
 
     Args:
-      moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
+      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`.
       momentum: scalar tensor, or None where `keep` is it.
       training: scalar bool tensor; nothing moves where it is False. None stands for True.
       moving_mean, moving_variance: tensors [C], the present values.
@@ -96,7 +96,7 @@ def update_ops(variables, kernel, tensors, collections, tower, **static):
       tensors: list of tensors or None.
       collections: as in `collect_updates`, to find the earlier updates in.
       tower: the current `TowerContext`, or None.
-      **static: see `tf_syncbn.graph_function.call`.
+      **static: see `tf_syncbn.kernels.graph_function.call`.
 
     Returns:
       A list of operations.

@@ -8,8 +8,8 @@ batch of all towers.
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.graph_function import call
-from tf_syncbn.moments import unpack
+from tf_syncbn.kernels.graph_function import call
+from tf_syncbn.kernels.moments import unpack
 from tf_syncbn.moving_averages import share_of_new, steps_where_counted
 
 __all__ = ["check_clipping", "corrections", "renorm_steps", "square_root_of", "with_corrections"]
@@ -39,7 +39,7 @@ def corrections(moments, training, mean, stddev, rmin, rmax, dmax, *, epsilon):
     """Computes `r` and `d`.
 
     Args:
-      moments: tensor [2C + 1] of the batch, see `tf_syncbn.moments.merge`.
+      moments: tensor [2C + 1] of the batch, see `tf_syncbn.kernels.moments.merge`.
       training: scalar bool tensor; `r` is 1 and `d` is 0 where it is False, or nothing was counted. None stands for True.
       mean, stddev: tensors [C], the moving ones.
       rmin, rmax, dmax: scalar tensors, or None where there is no limit.

@@ -8,11 +8,13 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import span
 from towers.cross_tower import cross_tower_sum_at
-from towers.exchange import gradient_place, meet_at, next_place, pass_with_gradient, runs_onednn, with_gradient
-from tf_syncbn.graph_function import call, call_with_gradient
-from tf_syncbn.moments import accumulator, along, is_small, local_moments, merge_groups, unpack
-from tf_syncbn.normalization import (Ops, data_format, fused_statistics, gradient_sums, has_few_images, input_gradient,
-                                     normalize_by, normalize_by_one_op)
+from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
+from towers.gradient_hook import with_gradient
+from towers.private import runs_onednn
+from tf_syncbn.kernels.graph_function import call, call_with_gradient
+from tf_syncbn.kernels.moments import accumulator, along, is_small, local_moments, merge_groups, unpack
+from tf_syncbn.kernels.normalization import (Ops, data_format, fused_statistics, gradient_sums, has_few_images, input_gradient,
+                                             normalize_by, normalize_by_one_op)
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
@@ -28,7 +30,7 @@ class Normalization(NamedTuple):
       axis: int, the channels' axis, not negative.
       epsilon: float, added to the variance.
       group_size: int, moments are shared by groups of so many consecutive towers; None is all towers.
-      sums_by, ops: how the kernels compute, see `tf_syncbn.normalization`; set here.
+      sums_by, ops: how the kernels compute, see `tf_syncbn.kernels.normalization`; set here.
     """
     axis: int
     epsilon: float
@@ -57,7 +59,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
 
     Returns:
       y: tensor of the shape and dtype of `x`.
-      whole: tensor [2C + 1], the moments of all towers, see `tf_syncbn.moments.merge`.
+      whole: tensor [2C + 1], the moments of all towers, see `tf_syncbn.kernels.moments.merge`.
     """
     arguments = dict(arguments, axis=how.axis, epsilon=how.epsilon, group_size=how.group_size, mask=mask is not None,
                      scale=gamma is not None, center=beta is not None, training=True if training is None else training)
@@ -67,7 +69,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
 
 def _span(tower, *inputs):
     """Holds a layer together: kernels follow the size of its input, so towers of other sizes may compute it otherwise."""
-    return span(None if tower is None else ("sync_batch_norm", tower.meetings.turn(tower.index)), *inputs)
+    return span(None if tower is None else ("sync_batch_norm", tower.meetings.turns.next_of(tower.index)), *inputs)
 
 
 def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, correct, arguments):
@@ -99,7 +101,7 @@ def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, c
         y, = with_gradient(
             "SyncBatchNormOutput", lambda: [normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon,
                                                                 data_format(x, how.axis))],
-            ["FusedBatchNormV2", "FusedBatchNormV3"])
+            ("FusedBatchNormV2", "FusedBatchNormV3"))
         return y, whole
     y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
     return _with_gradient(place, how, y, used, x, optional), whole
@@ -116,7 +118,7 @@ def moments_over_towers(x, axis, tower):
       tower: the current `TowerContext`, or None outside of towers.
 
     Returns:
-      Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.moments.merge`. Gradients pass its means and variances.
+      Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.kernels.moments.merge`. Gradients pass its means and variances.
     """
     with _span(tower, x):
         return _moments_over_towers(x, axis, tower)
@@ -136,7 +138,7 @@ def _local_moments(x, mask, axis, sums_by):
 
 
 def _fastest(x, axis, mask, tower):
-    """Returns how `channel_sums` is to sum and which ops the kernels are to use; see `tf_syncbn.normalization`."""
+    """Returns how `channel_sums` is to sum and which ops the kernels are to use; see `tf_syncbn.kernels.normalization`."""
     on_cpu = tower is not None and "CPU" in tower.device.upper()
     by_eigen, is_1 = on_cpu and not runs_onednn(), tf.__version__.startswith("1.")
     sums_by = "reduce" if not on_cpu else "long matmul" if by_eigen and not is_1 else "matmul"

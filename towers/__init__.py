@@ -14,10 +14,11 @@ from towers.batch import PerTower
 from towers.builder import Tower, TowerBuilder, Towers
 from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
-from towers.exchange import TowerMismatchError, exchange
+from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
 from towers.placement import find_devices, session_config
 from towers.training import minimize
+from towers.turns import TowerMismatchError
 from towers.update_ops import collect_update_ops
 from towers.version import __version__
 

@@ -11,17 +11,19 @@ import tensorflow.compat.v1 as tf
 from towers.batch import PerTower, check_batch, split_batch
 from towers.context import TowerContext, check_graph, current_tower, enter_tower
 from towers.empty_batches import survive_empty_batches
-from towers.exchange import Meetings, TowerMismatchError, take_in
 from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
 from towers.keras3 import explained
 from towers.likeness import check_alike
+from towers.meetings import Meetings
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure, tower_device_function,
                               variable_device, warn_of_absent_devices)
+from towers.private import take_in
 from towers.shares import count, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
 from towers.sums import sum_in_order
+from towers.turns import TowerMismatchError
 
 __all__ = ["Tower", "TowerBuilder", "Towers"]
 
@@ -233,7 +235,7 @@ class _Build:
                 with enter_tower(context), tf.device(place), explained(index):
                     outputs = model_fn(*args)
                     outputs = survive_empty_batches(outputs, args, context, graph.get_operations()[first_op:])
-        self._meetings.check_complete(index)
+        self._meetings.turns.check_complete(index)
         self.added.append(added)
         weight, updates = count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, [])
         return Tower(context, outputs, _loss_of(outputs, index), weight, updates, graph.get_operations()[first_op:])

@@ -39,7 +39,7 @@ class TowerContext:
       aggregation_device: str, the device on which towers meet.
       training: bool or scalar bool tensor, the builder's `training`.
       name_scope: str, the name scope of the tower's ops, ending in "/".
-      meetings: the build's record of exchanges, for `towers.exchange`, and its `graph`.
+      meetings: the build's record of exchanges, see `towers.meetings`, and its `graph`.
       shared_updates: list of ops, the updates added with `shared=True` so far. One list for all towers of the build.
       spans: list of `Span`, ops that `span` and `may_differ` hold together.
     """

@@ -5,7 +5,7 @@ one, to any order of derivative. `tf.gradients` of one tower's loss never walks 
 """
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import gradient_place, meet_at, next_place, pass_with_gradient, tower_here
+from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient, tower_here
 from towers.sums import sum_in_order
 
 __all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
@@ -80,7 +80,7 @@ def cross_tower_sum_at(place, tensor, group_size=None):
     """Sums a tensor over towers at a place, with its gradient: what gradients of cross-tower functions are made of.
 
     Args:
-      place: from `towers.exchange.next_place` or `gradient_place`.
+      place: from `towers.exchanges.next_place` or `gradient_place`.
       tensor: floating point or integer tensor, of the same shape and dtype in every tower.
       group_size: int, the sum is taken over each group of so many consecutive towers; None is all of them.
 

@@ -7,7 +7,7 @@ gradient, and a batch that has examples is handed on without a copy.
 """
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import control_flow_now, control_flow_of, rewire, runs_onednn
+from towers.private import control_flow_now, control_flow_of, rewire, runs_onednn
 
 __all__ = ["survive_empty_batches"]
 

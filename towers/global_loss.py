@@ -9,7 +9,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import gradient_place, remember_place
+from towers.gradient_hook import detail_of, with_gradient
 from towers.graph_walk import ancestors
 
 __all__ = ["watched"]
@@ -27,11 +27,8 @@ def watched(loss, update_ops):
     """
     if not update_ops:
         return loss
-    graph = tf.get_default_graph()
-    with graph.gradient_override_map({"Identity": "TowersGlobalLoss"}):
-        result = tf.identity(loss, name="loss")
-    remember_place(result.op, None, _Watch(update_ops, len(graph.get_operations())))
-    return result
+    watch = _Watch(update_ops, len(tf.get_default_graph().get_operations()))
+    return with_gradient("TowersGlobalLoss", lambda: [tf.identity(loss, name="loss")], "Identity", watch)[0]
 
 
 class _Watch:
@@ -43,17 +40,15 @@ class _Watch:
 
 @tf.RegisterGradient("TowersGlobalLoss")
 def _global_loss_gradient(op, dy):
-    try:
-        _, watch = gradient_place(op)
-    except ValueError:  # in an imported graph nothing is known of update ops
-        return dy
-    if watch.ops and tf.get_default_graph() is op.graph and not _is_waited_for(watch, op):
+    watch = detail_of(op)
+    # In an imported graph nothing is known of update ops.
+    if watch is not None and watch.ops and tf.get_default_graph() is op.graph and not _is_waited_for(watch, op):
         warnings.warn("The gradient of replicas.loss (%r) is taken and nothing waits for the update ops of its towers, %r among "
                       "them: if an optimizer trains by it, moving averages are never updated. Use towers.minimize(replicas, "
                       "optimizer), or take the gradient within `with tf.control_dependencies(towers.collect_update_ops("
                       "replicas)):`." % (op.name, watch.ops[0].name), stacklevel=_frames_of_tensorflow())
         watch.ops = []
-    return dy
+    return [dy]
 
 
 def _is_waited_for(watch, loss_op):

@@ -11,9 +11,10 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.context import check_graph
-from towers.exchange import TowerMismatchError, gradient_place, remember_place
+from towers.gradient_hook import detail_of, with_gradient
 from towers.overlap import fill_meetings
 from towers.sums import mean_in_order, sum_in_order
+from towers.turns import TowerMismatchError
 
 __all__ = ["average_gradients", "compute_gradients"]
 
@@ -61,7 +62,7 @@ def compute_gradients(replicas, optimizer, var_list=None):
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where
     # nobody waits that is as fast, and keeps less in memory.
-    meet = len(replicas) > 1 and meetings.num_exchanges > 0
+    meet = len(replicas) > 1 and len(meetings.turns) > 0
     gate = tf.train.Optimizer.GATE_NONE if meet else tf.train.Optimizer.GATE_OP
     with meetings.gradient_pass() as left:
         for tower in replicas:
@@ -132,9 +133,7 @@ def _tower_gradients(tower, num_towers, optimizer, var_list, gate):
         share = tf.constant(num_towers * tower.weight, loss.dtype, name="share")
     if share is not None:
         # Not as `grad_loss`, which some optimizers drop: the loss itself carries its share, whoever differentiates it.
-        with tf.get_default_graph().gradient_override_map({"Identity": "TowersShare"}):
-            loss = tf.identity(loss, name="loss")
-        remember_place(loss.op, None, (share, asked))
+        loss, = with_gradient("TowersShare", lambda: [tf.identity(tower.loss, name="loss")], "Identity", (share, asked))
     grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=gate, colocate_gradients_with_ops=True)
     if share is not None and not asked and any(gradient is not None for gradient, _ in grads):
         raise ValueError("%s.compute_gradients returns gradients that are not of the loss that it was handed in tower %d, %r, so "
@@ -145,9 +144,9 @@ def _tower_gradients(tower, num_towers, optimizer, var_list, gate):
 
 @tf.RegisterGradient("TowersShare")
 def _share_gradient(op, dy):
-    _, (share, asked) = gradient_place(op)
+    share, asked = detail_of(op)
     asked.append(op)
-    return dy * share
+    return [dy * share]
 
 
 def _without_nan_of_empty(gradient, weight):

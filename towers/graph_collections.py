@@ -11,8 +11,8 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import rewire
 from towers.graph_walk import is_variable
+from towers.private import rewire
 
 __all__ = ["TowerCollections"]
 

@@ -2,7 +2,7 @@
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import taken_from_outside, waiting_for
+from towers.private import taken_from_outside, waiting_for
 
 __all__ = ["VARIABLES", "ancestors", "calls_of", "descendants", "is_ref", "is_variable",
            "reads_of", "variable_of", "writes_of", "written_variable", "written_variables"]

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError, taken_from_outside, without_numbers
 from towers.functions import MADE_UP, Functions
 from towers.graph_walk import VARIABLES
+from towers.private import taken_from_outside
+from towers.turns import TowerMismatchError, without_numbers
 
 __all__ = ["check_alike"]
 

@@ -4,8 +4,8 @@ The gradient of a convolution by its kernel goes into no meeting any more. It is
 its input, which leads to the next one, and TensorFlow may well run it first, so that the other towers wait for it. If it runs
 once its tower has left its part of the next meeting, it fills the time until the others have come.
 """
-from towers.exchange import control_flow_of, run_after
 from towers.graph_walk import ancestors
+from towers.private import control_flow_of, run_after
 
 __all__ = ["fill_meetings"]
 

@@ -8,9 +8,9 @@ of a "weight".
 import tensorflow.compat.v1 as tf
 
 from towers.batch import count_examples
-from towers.exchange import TowerMismatchError
 from towers.placement import HOST
 from towers.sums import sum_in_order
+from towers.turns import TowerMismatchError
 
 __all__ = ["count", "shares"]
 

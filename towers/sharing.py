@@ -9,7 +9,7 @@ import contextlib
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError, without_numbers
+from towers.turns import TowerMismatchError, without_numbers
 
 __all__ = ["VariableSharing"]
 

@@ -10,9 +10,11 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import TowerMismatchError, control_flow_now, control_flow_of, rewire, run_after, wait_only_for, waiting_for
 from towers.functions import Functions
+from towers.gradient_hook import with_gradient
 from towers.graph_walk import ancestors, descendants, is_ref, is_variable, reads_of, variable_of, writes_of
+from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
+from towers.turns import TowerMismatchError
 from towers.twins import find_twins
 
 __all__ = ["READS", "read_after", "settle_state"]
@@ -307,7 +309,7 @@ def _run_after(op, earlier, view):
     ops = [op]
     while flow is not None and flow is not outer:
         entries = [each for each in view.ops if each.type in ("Enter", "RefEnter") and control_flow_of(each) is flow]
-        ops, flow = entries or ops, flow.outer_context
+        ops, flow = entries or ops, outer_control_flow(flow)
     for each in ops:
         run_after(each, [other for other in earlier if other not in each.control_inputs])
 
@@ -316,13 +318,13 @@ def _copy(variable):
     """Returns a copy of what a ref variable holds before anyone writes it: what is read of it may be its own memory."""
     graph = variable.graph
     with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device):
-        with graph.gradient_override_map({"DeepCopy": "TowersCopy"}), tf.name_scope(variable.name + "/before_writes/"):
-            return tf.raw_ops.DeepCopy(x=variable.outputs[0])
+        with tf.name_scope(variable.name + "/before_writes/"):
+            return with_gradient("TowersCopy", lambda: [tf.raw_ops.DeepCopy(x=variable.outputs[0])], "DeepCopy")[0]
 
 
 @tf.RegisterGradient("TowersCopy")
 def _hand_on(_, dy):
-    return dy
+    return [dy]
 
 
 def read_after(op, earlier, movable):

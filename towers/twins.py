@@ -4,8 +4,8 @@ The twin of an op has its type, attributes and inputs: the same tensors from out
 among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
 in one tower is the twin of the first in the other.
 """
-from towers.exchange import control_flow_of, taken_from_outside
 from towers.graph_walk import is_ref
+from towers.private import control_flow_of, taken_from_outside
 
 __all__ = ["find_twins"]
 

@@ -8,9 +8,9 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.context import check_graph
-from towers.exchange import control_flow_now, control_flow_of
 from towers.graph_walk import ancestors, written_variable, written_variables
 from towers.keras3 import CURE, made_by_keras3
+from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.state import READS, read_after
 
 __all__ = ["collect_update_ops"]
@@ -90,7 +90,7 @@ _RESULTS = ("Merge", "RefMerge", "Exit", "RefExit")
 def _stands_within(op, control_flow):
     inner = control_flow_of(op)
     while inner is not None and inner is not control_flow:
-        inner = inner.outer_context
+        inner = outer_control_flow(inner)
     return inner is control_flow
 
 

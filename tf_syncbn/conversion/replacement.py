@@ -8,12 +8,12 @@ import functools
 import tensorflow.compat.v1 as tf
 
 from towers.cross_tower import all_reduce
-from towers.exchange import branch_of, rewire, wait_only_for
 from towers.graph_walk import ancestors, written_variable, written_variables
-from tf_syncbn.counts import with_counts
-from tf_syncbn.dependence import find_updates
-from tf_syncbn.fused_batch_norms import outside_of_branch
-from tf_syncbn.moments import accumulator, unpack
+from towers.private import branch_of, rewire, wait_only_for
+from tf_syncbn.conversion.counts import with_counts
+from tf_syncbn.conversion.dependence import find_updates
+from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
+from tf_syncbn.kernels.moments import accumulator, unpack
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
 

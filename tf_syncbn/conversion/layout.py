@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.axis_rules import follow, reduced_axes
-from tf_syncbn.dependence import settle
-from tf_syncbn.factors import Known, along_first, level, plain
+from tf_syncbn.conversion.axis_rules import follow, reduced_axes
+from tf_syncbn.conversion.dependence import settle
+from tf_syncbn.conversion.factors import Known, along_first, level, plain
 
 __all__ = ["Examined", "Layout"]
 

@@ -6,7 +6,7 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.factors import Factor, Known, along_first, divide, join, level, multiply, plain, union, with_sizes
+from tf_syncbn.conversion.factors import Factor, Known, along_first, divide, join, level, multiply, plain, union, with_sizes
 
 __all__ = ["follow", "reduced_axes"]
 

@@ -88,7 +88,7 @@ def find_statistics(ops, batch, batch_norms):
     Args:
       ops: list of operations.
       batch: list of tensors, the data.
-      batch_norms: list of `tf_syncbn.detection.BatchNorm`.
+      batch_norms: list of `tf_syncbn.conversion.detection.BatchNorm`.
 
     Returns:
       A dict from operations to the frozenset of pairs (index of the batch norm, "mean" or "variance") that they depend on,

@@ -1,11 +1,12 @@
 """What is computed of all of a tower's examples together and comes back to each of them: towers compute it otherwise than one.
 
-A batch norm is one such thing, and `tf_syncbn.detection` finds those of known kinds. This finds whatever else there is, of no
-matter which ops, so that nothing stays each tower's own in silence.
+A batch norm is one such thing, and `tf_syncbn.conversion.detection` finds those of known kinds. This finds whatever else there
+is, of no matter which ops, so that nothing stays each tower's own in silence.
 """
-from towers.exchange import forward_op_of, stands_at_exchange
+from towers.exchanges import stands_at_exchange
 from towers.graph_walk import ancestors
-from tf_syncbn.roots import use_of
+from towers.private import forward_op_of
+from tf_syncbn.conversion.roots import use_of
 
 __all__ = ["find_crossings"]
 
@@ -17,7 +18,7 @@ def find_crossings(model, known, needed):
     meant. What an exchange hands on is that of all towers.
 
     Args:
-      model: `tf_syncbn.layout.Examined`.
+      model: `tf_syncbn.conversion.layout.Examined`.
       known: set of ops that are of batch norms, or looked at already.
       needed: set of ops that the model's outputs depend on.
 

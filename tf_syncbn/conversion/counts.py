@@ -7,7 +7,7 @@ where these numbers themselves go in. What stands between is not the moments' ow
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors, descendants
-from tf_syncbn.axis_rules import reduced_axes
+from tf_syncbn.conversion.axis_rules import reduced_axes
 
 __all__ = ["FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
            "with_counts"]
@@ -117,7 +117,7 @@ def divisors_of(op, model, is_used):
 
     Args:
       op: operation, a Sum or Mean over examples.
-      model: `tf_syncbn.layout.Examined`.
+      model: `tf_syncbn.conversion.layout.Examined`.
       is_used: a function of an op that tells whether examples are computed of it.
 
     Returns:

@@ -12,7 +12,7 @@ the time over the fused op's:
   fused gradient, products 1.65), and products without (0.8, the op 0.9).
 - Short rows: on TensorFlow 2 without oneDNN the fused op starts anew in each row. Ten layers of 1 to 17 MB with 16 to 256
   channels, those of up to 32 taken as rows of 256 numbers, were 0.88 of the unsynchronized ones, all as rows of 256 0.84, as
-  rows of 512 0.82. Elsewhere it gains nothing. For `mul` and `bias_add` see `tf_syncbn.moments.join_rows`.
+  rows of 512 0.82. Elsewhere it gains nothing. For `mul` and `bias_add` see `tf_syncbn.kernels.moments.join_rows`.
 - Small tensors: a fused op takes 0.1 ms to start, so up to half a megabyte three plain ops are faster on TensorFlow 2 without
   oneDNN: layers of 0.25 and 0.5 MB 0.6 and 0.8 of the unsynchronized one, by the fused op 1.4 and 1.2. With oneDNN such layers
   gain alone and not in a training step, where they would lose the ReLU that becomes part of the fused op.
@@ -42,7 +42,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.moments import add_along, along, channel_sums, join_rows, multiply_along, unpack
+from tf_syncbn.kernels.moments import add_along, along, channel_sums, join_rows, multiply_along, unpack
 
 __all__ = ["Ops", "data_format", "fused_statistics", "gradient_sums", "has_few_images", "input_gradient", "normalize",
            "normalize_by", "normalize_by_one_op"]
@@ -53,7 +53,7 @@ class Ops(NamedTuple):
 
     Fields:
       fused: whether the fused op computes products with vectors; float32, channels last, on a GPU also first.
-      joins: whether vectors meet several short rows at a time, see `tf_syncbn.moments.join_rows`; channels last.
+      joins: whether vectors meet several short rows at a time, see `tf_syncbn.kernels.moments.join_rows`; channels last.
       sums_gradient: whether the fused gradient op computes the gradient's sums; with `fused`, channels last, no mask.
       narrow: whether float16 and bfloat16 are normalized by the fused op as they are, not cast to float32 and back.
       narrow_gradient: whether they reach the fused gradient op as they are too, for its sums alone; with `sums_gradient`.
@@ -137,7 +137,7 @@ def _shaped_as(images, x):
 
 
 def normalize_by(x, moments, gamma, beta, axis, epsilon, ops):
-    """Computes what `normalize` does by moments packed in one tensor, see `tf_syncbn.moments.merge`.
+    """Computes what `normalize` does by moments packed in one tensor, see `tf_syncbn.kernels.moments.merge`.
 
     From `x` again, not from the differences that its moments were computed of: to keep these until the towers have met
     would save no time, and take as much memory as the output.
@@ -188,12 +188,12 @@ def gradient_sums(dy, x, moments, gamma, masked, axis, epsilon, sums_by, ops, sc
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`.
-      moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
+      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`.
       gamma: tensor [C] of the accumulator's dtype, or None.
       masked: whether positions may be masked, so that `x` may be NaN where `dy` is 0.
       axis: int, not negative.
       epsilon: float.
-      sums_by: see `tf_syncbn.moments.channel_sums`.
+      sums_by: see `tf_syncbn.kernels.moments.channel_sums`.
       ops: `Ops`.
       scales: whether to return `a dy`.
 
@@ -227,7 +227,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, axis, 
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
-      moments: tensor [2C + 1], see `tf_syncbn.moments.merge`.
+      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`.
       scale: tensor [C], a from `gradient_sums`.
       totals: tensor [3, C] or [5, C], over all towers the sums of what `gradient_sums` returned, and of G_mean and G_var
         where these are not zeros.

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.axis_rules import reduced_axes
-from tf_syncbn.counts import FACTORS, SAME_VALUE, counts_of, divisors_of
-from tf_syncbn.fused_batch_norms import FUSED, is_fused, is_training
+from tf_syncbn.conversion.axis_rules import reduced_axes
+from tf_syncbn.conversion.counts import FACTORS, SAME_VALUE, counts_of, divisors_of
+from tf_syncbn.conversion.fused_batch_norms import FUSED, is_fused, is_training
 
 __all__ = ["Statistics", "is_root", "roots_of", "statistics_of", "use_of"]
 
@@ -26,7 +26,7 @@ class Statistics(NamedTuple):
 
     Fields:
       sums: set of the ops that take sums or means over examples.
-      counts: dict, where numbers of examples go in, see `tf_syncbn.counts`.
+      counts: dict, where numbers of examples go in, see `tf_syncbn.conversion.counts`.
       are_all: whether there is nothing else: no example by itself, no maximum, no sum over a part of the batch.
     """
     sums: Any

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import control_flow_now, control_flow_of, forward_op_of
 from towers.graph_walk import calls_of
-from tf_syncbn.axis_rules import reduced_axes
-from tf_syncbn.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
-from tf_syncbn.dependence import depend_on_data, depend_on_variables
-from tf_syncbn.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
-from tf_syncbn.layout import Examined, Layout
-from tf_syncbn.roots import is_root, roots_of, statistics_of, use_of
+from towers.private import control_flow_now, control_flow_of, forward_op_of
+from tf_syncbn.conversion.axis_rules import reduced_axes
+from tf_syncbn.conversion.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
+from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables
+from tf_syncbn.conversion.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
+from tf_syncbn.conversion.layout import Examined, Layout
+from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
 
 __all__ = ["Found", "find_batch_norms", "find_hidden"]
 

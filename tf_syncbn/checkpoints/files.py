@@ -1,22 +1,17 @@
-"""Checkpoints of tf.layers, slim and tensorpack, each restored into models of any other.
+"""Checkpoints' files and variables: which name in a checkpoint a variable takes, and checkpoints with other names.
 
-    python -m tf_syncbn.checkpoints list IN
-    python -m tf_syncbn.checkpoints convert IN OUT --to slim --scope '/bn$=/BatchNorm'
-
-Names alone are changed, as `tf_syncbn.variable_names` maps them. Values, shapes and layouts, which are alike in all three,
-never change, and no file is ever written over.
+Names alone are changed, as `tf_syncbn.checkpoints.variable_names` maps them. Values, shapes and layouts, which are alike in all
+three dialects, never change, and no file is ever written over.
 """
-import argparse
 import os
 import re
-import sys
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.variable_names import DIALECTS, invert, lines, move, recognize, rename, spell
+from tf_syncbn.checkpoints.variable_names import invert, lines, move, recognize, rename, spell
 
-__all__ = ["assignment_map", "convert", "rename"]
+__all__ = ["assignment_map", "convert", "read"]
 
 _NAMED = 5  # of variables that an error counts
 _FILE_ENDING = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
@@ -52,7 +47,7 @@ def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False
         for a name of another shape or dtype than its variable; for a variable that may take several names, and a name that
         several may take; for a pattern that matches no scope; for a checkpoint that can't be read.
     """
-    checkpoint = _read(checkpoint)
+    checkpoint = read(checkpoint)
     variables = tf.global_variables() if variables is None else list(variables)
     if not variables:
         raise ValueError("The graph has no variables yet to take the checkpoint %r: build the model first." % checkpoint.prefix)
@@ -92,7 +87,7 @@ def convert(in_path, out_path, to, scopes=None):
         can't be read; and as `rename`.
       tf.errors.OpError: where TensorFlow fails to read or write the values (a truncated file, a full disk).
     """
-    checkpoint, out_path = _read(in_path), os.fspath(out_path)
+    checkpoint, out_path = read(in_path), os.fspath(out_path)
     _refuse_to_overwrite(checkpoint.prefix, out_path)
     new_names = rename(checkpoint.shapes, to, scopes)
     names = sorted(new_names)
@@ -145,7 +140,7 @@ def _check_values(checkpoint, variables, found):
                          % (len(wrong), len(variables), checkpoint.prefix, _first_lines(wrong)))
 
 
-def _read(path):
+def read(path):
     """Returns what a checkpoint holds."""
     prefix = os.fspath(path)
     if tf.io.gfile.exists(_FILE_ENDING.sub("", prefix) + ".index"):
@@ -180,67 +175,3 @@ def _refuse_to_overwrite(in_prefix, out_path):
             raise ValueError("%r exists, and nothing is written over." % path)
     if not tf.io.gfile.isdir(os.path.dirname(out_path) or "."):
         raise ValueError("There is no directory %r to write to." % os.path.dirname(out_path))
-
-
-def _print_list(in_path):
-    checkpoint = _read(in_path)
-    recognized = recognize(checkpoint.shapes)
-    rows = [("NAME", "SHAPE", "DTYPE", "RECOGNIZED AS")]
-    for name, parts in recognized.items():
-        spoken = " (%s)" % ", ".join(parts.dialects) if len(parts.dialects) < len(DIALECTS) else ""
-        rows.append((name, str(checkpoint.shapes[name]), checkpoint.dtypes[name].name, (
-            parts.kind + spoken if parts.kind else "unknown") + (", its " + parts.slot[1:] if parts.slot else "")))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-    print("%d names, %d of them unknown." % (len(recognized), sum(p.kind is None for p in recognized.values())))
-
-
-def _print_conversion(in_path, out_path, to, scopes):
-    new_names = convert(in_path, out_path, to, scopes)
-    changed = ["%s -> %s" % (name, new) for name, new in new_names.items() if name != new]
-    unknown = [name for name, parts in recognize(new_names).items() if parts.kind is None]
-    print("Wrote %s: %d of %d names changed.%s" % (out_path, len(changed), len(new_names), lines(changed)))
-    if unknown:
-        print("Of no known kind, changed by --scope alone (%d):%s" % (len(unknown), lines(unknown)))
-
-
-def _scope(text):
-    # From the right: a pattern may hold "=", as in (?=...), and a TensorFlow scope can't.
-    pattern, equals, replacement = text.rpartition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError("%r is not REGEX=REPLACEMENT" % text)
-    return pattern, replacement
-
-
-def main(argv=None):
-    """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tf_syncbn.checkpoints",
-                                     description="Batch-norm variable names of tf.layers, slim and tensorpack, converted.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    lister = commands.add_parser("list", help="print names, shapes, dtypes, and what each name is recognized as")
-    converter = commands.add_parser("convert", help="write a checkpoint with the names of another dialect")
-    for command in (lister, converter):
-        command.add_argument("in_path", metavar="IN", help="a checkpoint's prefix, or a directory: its latest checkpoint")
-    converter.add_argument("out_path", metavar="OUT", help="the new checkpoint's prefix, which must not exist")
-    converter.add_argument("--to", required=True, choices=sorted(DIALECTS), help="the dialect of the new names")
-    converter.add_argument("--scope", metavar="REGEX=REPLACEMENT", action="append", default=[], type=_scope,
-                           help="change scopes (all before a name's last part) by re.sub; may be repeated, goes in order")
-    given = parser.parse_args(argv)
-    try:
-        if given.command == "list":
-            _print_list(given.in_path)
-        else:
-            _print_conversion(given.in_path, given.out_path, given.to, dict(given.scope))
-    except ValueError as error:
-        print("error: %s" % error, file=sys.stderr)
-        return 1
-    except tf.errors.OpError as error:  # TensorFlow 2 puts a stack trace before the reason, TensorFlow 1 behind it
-        reason = re.sub(r"(?s)^.*\nNode: [^\n]*\n", "", error.message).split("\n")[0]
-        print("error: TensorFlow could not convert it: %s" % reason, file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import branch_of, control_flow_now, control_flow_of
+from towers.private import branch_of, control_flow_now, control_flow_of
 
 __all__ = ["FUSED", "BatchNorm", "channels_axis", "fused_batch_norm", "is_fused", "is_training", "outside_of_branch"]
 
@@ -22,7 +22,7 @@ class BatchNorm(NamedTuple):
       means: "moments": list of the ops that compute the mean; else empty.
       frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
       sums: "sums": list of the ops that take sums or means over examples, in order; else empty.
-      counts: dict, where numbers of examples go in with the moments, see `tf_syncbn.counts`.
+      counts: dict, where numbers of examples go in with the moments, see `tf_syncbn.conversion.counts`.
       corrected: "moments": list of (op, n) that give the variance times n / (n - 1), where n is a constant; else empty.
       trouble: str, why it can't be synced; or None.
     """

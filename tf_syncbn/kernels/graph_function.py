@@ -8,7 +8,8 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchange import gradient_place, not_recorded, pass_with_gradient
+from towers.exchanges import gradient_place, pass_with_gradient
+from towers.private import not_recorded
 
 __all__ = ["call", "call_with_gradient"]
 

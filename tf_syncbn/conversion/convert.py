@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
-from towers.exchange import TowerMismatchError, forward_op_of, is_recorded
 from towers.graph_walk import ancestors
-from tf_syncbn.crossings import find_crossings
-from tf_syncbn.dependence import find_statistics
-from tf_syncbn.detection import find_batch_norms, find_hidden
-from tf_syncbn.fused_batch_norms import is_fused, is_training
+from towers.private import forward_op_of, is_recorded
+from towers.turns import TowerMismatchError
+from tf_syncbn.conversion.crossings import find_crossings
+from tf_syncbn.conversion.dependence import find_statistics
+from tf_syncbn.conversion.detection import find_batch_norms, find_hidden
+from tf_syncbn.conversion.fused_batch_norms import is_fused, is_training
+from tf_syncbn.conversion.replacement import Added, Replacement, remember_unreplaced
 from tf_syncbn.moving_averages import averaged_layers
-from tf_syncbn.replacement import Added, Replacement, remember_unreplaced
 
 __all__ = ["ConvertedLayer", "convert_model"]
 

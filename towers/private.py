@@ -1,0 +1,119 @@
+"""TensorFlow's private functions, each called here alone; `tests/test_canaries.py` watches every one.
+
+What they do has no public way, or one that imports a hundred megabytes. Nothing of towers is known here.
+"""
+from tensorflow.python.framework import ops, test_util
+
+import tensorflow.compat.v1 as tf
+
+try:
+    from tensorflow.python.eager import record
+except ImportError:  # before TensorFlow 2.11
+    from tensorflow.python.eager import tape as record
+
+__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_recorded", "not_recorded",
+           "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn", "take_in", "taken_from_outside",
+           "wait_only_for", "waiting_for"]
+
+
+def control_flow_now(graph):
+    """Returns the tf.cond or tf.while_loop (of control flow v1) that ops are being added to, or None."""
+    return graph._get_control_flow_context()  # pylint: disable=protected-access
+
+
+def control_flow_of(op):
+    """Returns the tf.cond or tf.while_loop (of control flow v1) that an op belongs to, or None.
+
+    The op that hands out a loop's result belongs to what the loop stands in.
+    """
+    flow = op._get_control_flow_context()  # pylint: disable=protected-access
+    if flow is not None and flow.IsWhileContext() and any(result.op is op for result in flow.loop_exits):
+        return flow.outer_context
+    return flow
+
+
+def outer_control_flow(flow):
+    """Returns the tf.cond or tf.while_loop (of control flow v1) that another one stands in, or None."""
+    return flow.outer_context
+
+
+def branch_of(op):
+    """Returns (predicate, number of the branch) of the tf.cond of control flow v1 that an op stands in, one level deep.
+
+    Returns None for an op outside of a tf.cond, in a tf.while_loop, or in a tf.cond within another one.
+    """
+    flow = control_flow_of(op)
+    if flow is None or not flow.IsCondContext() or flow.outer_context is not control_flow_now(op.graph):
+        return None
+    return flow.pred, flow.branch
+
+
+def rewire(op, index, tensor):
+    """Makes `tensor` the input number `index` of an op that exists already."""
+    op._update_input(index, tensor)  # pylint: disable=protected-access
+
+
+def run_after(op, earlier):
+    """Makes an op that exists already run after the ops `earlier`."""
+    op._add_control_inputs(list(earlier))  # pylint: disable=protected-access
+
+
+def waiting_for(op):
+    """Returns the ops that wait for an op by a control dependency."""
+    return op._control_outputs  # pylint: disable=protected-access
+
+
+def wait_only_for(op, others):
+    """Makes an op that exists already wait for no ops but `others`, besides those that its inputs come from."""
+    op._remove_all_control_inputs()  # pylint: disable=protected-access
+    op._add_control_inputs(list(others))  # pylint: disable=protected-access
+
+
+def taken_from_outside(op):
+    """Returns the tensor that an op stands for in the body of a loop, branch or function that took it in; None of other ops.
+
+    Only of control flow 2 and tf.function, whose bodies are graphs of their own.
+    """
+    graph, tensor = op.graph, None
+    while op.type == "Placeholder" and hasattr(graph, "captures"):
+        taken = next((outside for outside, inside in graph.captures if inside.op is op), None)
+        if taken is None or not isinstance(taken, tf.Tensor):
+            break
+        op, graph, tensor = taken.op, taken.graph, taken
+    return tensor
+
+
+def take_in(tensor):
+    """Returns what stands for a tensor of an outer graph where ops are made now, or the tensor itself."""
+    graph = tf.get_default_graph()
+    return tensor if tensor.graph is graph or not hasattr(graph, "capture") else graph.capture(tensor)
+
+
+def runs_onednn():
+    """Tells whether TensorFlow puts oneDNN's kernels in the place of its own on CPUs."""
+    return bool(test_util.IsMklEnabled())
+
+
+def forward_op_of(op):
+    """Returns the op whose gradient function made `op`, or None."""
+    return op._original_op  # pylint: disable=protected-access
+
+
+def differentiate_op(op, *d_outputs):
+    """Returns the gradients by an op's inputs, from the gradient function that `tf.gradients` would call."""
+    return ops.get_gradient_function(op)(op, *d_outputs)
+
+
+def record_for_tapes(name, outputs, inputs, backward):
+    """Tells every `tf.GradientTape` how to differentiate tensors, by a function of the gradients of `outputs`."""
+    record.record_operation(name, outputs, inputs, backward)
+
+
+def not_recorded():
+    """Keeps every `tf.GradientTape` from recording ops for the duration of a `with` block."""
+    return record.stop_recording()
+
+
+def is_recorded():
+    """Tells whether a `tf.GradientTape` is recording ops."""
+    return record.could_possibly_record()

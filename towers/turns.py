@@ -1,0 +1,98 @@
+"""The exchanges of a build in the turn in which every tower has to come to them."""
+import re
+from typing import NamedTuple
+
+__all__ = ["ALIKE", "Exchange", "TowerMismatchError", "Turns", "without_numbers"]
+
+ALIKE = "The model function has to build the same exchanges (synchronized layers, all_reduce, ...) in every tower."
+
+
+class TowerMismatchError(ValueError):
+    """Towers that have to be alike differ: in their exchanges, variables, outputs or gradients."""
+
+
+class Exchange(NamedTuple):
+    """What a tower came to a forward exchange with, for later towers to be held against."""
+    name: str
+    kind: str
+    dtypes: tuple
+    shapes: tuple
+    arguments: dict
+
+    def __str__(self):
+        contributions = ["%s%s" % (dtype.name, shape) for dtype, shape in zip(self.dtypes, self.shapes)]
+        return "%s %r of %s" % (self.kind, self.name, ", ".join(contributions))
+
+    def is_like(self, other):
+        """Tells whether two towers' contributions can be aggregated as one exchange."""
+        return (self.kind, self.dtypes) == (other.kind, other.dtypes) and all(
+            shape.is_compatible_with(of_other) for shape, of_other in zip(self.shapes, other.shapes))
+
+    def differing_argument(self, other):
+        """Returns the name of an argument that two layers have other values of, or None."""
+        names = [*self.arguments, *(name for name in other.arguments if name not in self.arguments)]
+        return next((name for name in names if self.arguments.get(name) != other.arguments.get(name)), None)
+
+
+class Turns:
+    """The exchanges of tower 0, which the others have to make in its order.
+
+    Args:
+      num_towers: int.
+    """
+
+    def __init__(self, num_towers):
+        self._exchanges = []
+        self._left = [0] * num_towers  # how many exchanges each tower has left so far
+
+    def __len__(self):
+        return len(self._exchanges)
+
+    def __getitem__(self, turn):
+        return self._exchanges[turn]
+
+    def next_of(self, tower):
+        """Returns the number of a tower's next exchange."""
+        return self._left[tower]
+
+    def take(self, tower, came):
+        """Returns the number of the `Exchange` that a tower came with; raises where it is not tower 0's of that turn."""
+        turn = self._left[tower]
+        if tower == 0:
+            self._exchanges.append(came)
+        elif turn == len(self._exchanges):
+            raise TowerMismatchError("Tower %d has an exchange that tower 0 has not: %s, its number %d. %s"
+                                     % (tower, came, turn, ALIKE))
+        else:
+            self._check_alike(tower, turn, came)
+        self._left[tower] += 1
+        return turn
+
+    def _check_alike(self, tower, turn, came):
+        expected = self._exchanges[turn]
+        # Keras numbers its layers through the graph ('dense_3' in tower 1 where tower 0 has 'dense'). Such a name counts
+        # as the same only if tower 0 has no exchange of that very name, which would mean another order.
+        elsewhere = any(came.name == other.name for other in self._exchanges)
+        same_name = came.name == expected.name or (
+            not elsewhere and without_numbers(came.name) == without_numbers(expected.name))
+        if not (came.is_like(expected) and same_name):
+            raise TowerMismatchError("Towers differ at exchange %d: tower 0 has %s, tower %d has %s. %s"
+                                     % (turn, expected, tower, came, ALIKE))
+        argument = expected.differing_argument(came)
+        if argument is not None:
+            raise TowerMismatchError(
+                "Towers differ at exchange %d, %s %r: %s is %s in tower 0 and %s in tower %d. %s"
+                % (turn, came.kind, came.name, argument, expected.arguments.get(argument), came.arguments.get(argument), tower,
+                   ALIKE))
+
+    def check_complete(self, tower):
+        """Raises `TowerMismatchError` if a tower whose model function returned left fewer exchanges than tower 0."""
+        if self._left[tower] < len(self._exchanges):
+            raise TowerMismatchError(
+                "Tower %d has %d exchanges and tower 0 has %d; the first that tower %d lacks is %s. %s"
+                % (tower, self._left[tower], len(self._exchanges), tower, self._exchanges[self._left[tower]], ALIKE))
+
+
+def without_numbers(name):
+    """Returns a name without the numbers that TensorFlow and Keras add to names that were taken."""
+    return re.sub(r"_\d+(?=/|$)", "", name)
