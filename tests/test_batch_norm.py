@@ -42,14 +42,14 @@ def test_output_at_mean_over_std_of_1e4_is_as_good_as_float32_inputs_allow():
     x = (1e4 + np.random.RandomState(0).randn(4000, 3)).astype(np.float32)
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x), (x,), 2)
     y, _, _, _ = normalized(x, 1, 1.0, 0.0)
-    assert largest(run(replicas.merged) - y) < 2e-3  # one unit in the last place of x is 1e-3 standard deviations
+    assert largest(run(replicas.merged()) - y) < 2e-3  # one unit in the last place of x is 1e-3 standard deviations
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_one_value_a_tower_is_legal(count):
     x = np.array([[1.0, 2.0], [3.0, 7.0]])[:count]
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x), (x,), count)
-    np.testing.assert_allclose(run(replicas.merged), normalized(x, 1, 1.0, 0.0)[0], atol=1e-12)
+    np.testing.assert_allclose(run(replicas.merged()), normalized(x, 1, 1.0, 0.0)[0], atol=1e-12)
 
 
 def test_constant_channel_gives_beta_and_no_nan():
@@ -61,7 +61,7 @@ def test_constant_channel_gives_beta_and_no_nan():
 
     replicas = build(model, (x,), 2)
     with session() as made:
-        y, dx = made.run(replicas.merged)
+        y, dx = made.run(replicas.merged())
         made.run(towers.collect_update_ops(replicas))
         variance = made.run(tf.global_variables()[-1])
     np.testing.assert_allclose(y, 3.0, atol=1e-5)
@@ -71,7 +71,7 @@ def test_constant_channel_gives_beta_and_no_nan():
 def test_epsilon_is_added_to_the_variance_and_no_floor_under_it():
     x = np.array([[0.0], [0.2]])  # variance 0.01, less than epsilon
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, epsilon=0.03), (x,), 2)
-    np.testing.assert_allclose(run(replicas.merged), (x - 0.1) / np.sqrt(0.01 + 0.03))
+    np.testing.assert_allclose(run(replicas.merged()), (x - 0.1) / np.sqrt(0.01 + 0.03))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -83,13 +83,13 @@ def test_small_epsilons_count_as_they_are(epsilon, training):
     exact = x.astype(np.float64)
     mean, variance = (exact.mean((0, 1, 2)), exact.var((0, 1, 2))) if training else (0, 1e-6)
     y = (exact - mean) / np.sqrt(variance + epsilon)
-    assert largest(run(replicas.merged) - y) <= 1e-5 * largest(y)
+    assert largest(run(replicas.merged()) - y) <= 1e-5 * largest(y)
 
 
 def test_nothing_counted_leaves_the_moving_averages_as_they_are():
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, mask=tf.zeros([2])), (np.ones([4, 3], np.float32),), 2)
     with session() as made:
-        y, _ = made.run([replicas.merged, towers.collect_update_ops(replicas)])
+        y, _ = made.run([replicas.merged(), towers.collect_update_ops(replicas)])
         mean, variance = made.run(tf.global_variables()[-2:])
     assert np.isfinite(y).all() and (mean == 0).all() and (variance == 1).all()
 
@@ -107,7 +107,7 @@ def test_group_of_one_tower_is_ordinary_batch_norm_and_moving_averages_are_the_w
     x = np.random.RandomState(0).randn(8, 3) * 3 + 1
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, momentum=0.0, group_size=1), (x,), 4)
     with session() as made:
-        y = made.run(replicas.merged)
+        y = made.run(replicas.merged())
         made.run(towers.collect_update_ops(replicas))
         mean, variance = made.run(tf.global_variables()[-2:])
     np.testing.assert_allclose(y, normalized(x, 1, 1.0, 0.0, groups=[2, 4, 6])[0], atol=1e-12)
@@ -148,7 +148,7 @@ def test_training_false_normalizes_with_moving_averages_and_passes_frozen_gradie
     replicas = build(model, (constant,), 2)
     assert towers.collect_update_ops(replicas, "all") == []
     assert not [op for op in tf.get_default_graph().get_operations() if "exchange" in op.name]
-    y, dx = run([replicas.merged, tf.gradients(replicas.merged, constant)[0]])
+    y, dx = run([replicas.merged(), tf.gradients(replicas.merged(), constant)[0]])
     np.testing.assert_allclose(y, (x - 2) / np.sqrt(4 + EPSILON))
     np.testing.assert_allclose(dx, np.full_like(x, 1 / np.sqrt(4 + EPSILON)))
 
@@ -178,7 +178,7 @@ def test_training_none_takes_the_builders():
     x = np.random.RandomState(0).randn(6, 3)
     trained = build(lambda x: tf_syncbn.sync_batch_norm(x, name="a"), (x,), 2)
     frozen = build(lambda x: tf_syncbn.sync_batch_norm(x, name="b"), (x,), 2, training=False)
-    ours = run([trained.merged, frozen.merged])
+    ours = run([trained.merged(), frozen.merged()])
     np.testing.assert_allclose(ours[0], normalized(x, 1, 1.0, 0.0)[0], atol=1e-12)
     np.testing.assert_allclose(ours[1], x / np.sqrt(1 + EPSILON), atol=1e-12)
 
@@ -259,7 +259,7 @@ def test_reuse_applies_one_layer_twice():
 
     replicas = build(model, (np.random.randn(4, 3),), 2)
     assert len(tf.global_variables()) == 4
-    assert np.isfinite(run(replicas.merged)).all()
+    assert np.isfinite(run(replicas.merged())).all()
 
 
 def test_default_names_count_as_those_of_tf_layers():
@@ -274,7 +274,7 @@ def test_updates_collections():
                              (2 + np.zeros([4, 3], np.float32),), 2)
             counts = [len(tf.get_collection(key)) for key in (tf.GraphKeys.UPDATE_OPS, "mine")]
             with session() as made:
-                made.run(replicas.merged)
+                made.run(replicas.merged())
                 return counts, made.run(tf.global_variables()[-2])[0]
 
     assert build_with(tf.GraphKeys.UPDATE_OPS) == ([2, 0], 0)
@@ -299,8 +299,8 @@ def test_float16_from_a_custom_getter_computes_in_float32():
     with tf.variable_scope("", custom_getter=lambda getter, name, *a, **k: (
             half if "gamma" in name or "beta" in name else lambda g, *b, **c: g(*b, **c))(getter, name, *a, **k)):
         replicas = build(lambda x: tf_syncbn.sync_batch_norm(x), (x,), 2)
-    assert replicas.merged.dtype == tf.float16
-    assert largest(run(replicas.merged) - normalized(x, 1, 1.0, 0.0)[0]) < 2e-3
+    assert replicas.merged().dtype == tf.float16
+    assert largest(run(replicas.merged()) - normalized(x, 1, 1.0, 0.0)[0]) < 2e-3
 
 
 @pytest.mark.parametrize("inputs,kwargs,error,message", [
@@ -380,6 +380,18 @@ def test_layer_applied_twice_moves_its_averages_twice_in_order(num_towers):
             np.testing.assert_allclose(made.run(moving), expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("fused,unbiased,corrected", [(None, None, True), (True, None, True), (False, None, False),
+                                                      (False, True, True), (True, False, False)])
+def test_a_layer_that_is_not_fused_stores_the_biased_variance_unless_told_otherwise(fused, unbiased, corrected):
+    x = np.random.RandomState(5).randn(4, 2, 2, 3).astype(np.float32)
+    replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, momentum=0.0, fused=fused, unbiased=unbiased, name="bn"), (x,), 2)
+    moving, = [v for v in tf.global_variables() if v.op.name == "bn/moving_variance"]
+    with session() as made:
+        made.run(towers.collect_update_ops(replicas))
+        biased = x.var((0, 1, 2), dtype=np.float64)
+        np.testing.assert_allclose(made.run(moving), biased * (16 / 15 if corrected else 1), rtol=1e-5)
+
+
 def test_evaluation_through_a_training_tensor_never_poisons_the_moving_averages():
     x = np.full([4, 3], 1e30, np.float32)
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, training=tf.constant(False)), (x,), 2)
@@ -395,7 +407,7 @@ def test_nan_in_masked_padding_counts_in_no_moment():
     mask = np.array([1, 0, 1, 1, 1, 1.0])
     replicas = build(lambda x, mask: tf_syncbn.sync_batch_norm(x, mask=mask), (x, mask), 2)
     kept = x[mask > 0]
-    np.testing.assert_allclose(run(replicas.merged)[mask > 0], normalized(kept, 1, 1.0, 0.0)[0], atol=1e-12)
+    np.testing.assert_allclose(run(replicas.merged())[mask > 0], normalized(kept, 1, 1.0, 0.0)[0], atol=1e-12)
 
 
 def test_forward_pass_built_anew_in_the_backward_pass_is_refused_by_name():
@@ -540,7 +552,7 @@ def test_float16_and_bfloat16_gradients_are_rid_of_what_the_moments_take_away(dt
         return tf.gradients(tf_syncbn.sync_batch_norm(x, epsilon=EPSILON, gamma_initializer=gamma), x, dy)[0]
 
     replicas = build(model, (x, dy), 2)
-    x, dy, dx = (np.float64(a).reshape(-1, 16) for a in run([tf.cast(t, tf.float32) for t in (x, dy, replicas.merged)]))
+    x, dy, dx = (np.float64(a).reshape(-1, 16) for a in run([tf.cast(t, tf.float32) for t in (x, dy, replicas.merged())]))
     hat, scale = normalized(x, 1, 1.0, 0.0)[0], 1.37 / np.sqrt(x.var(0) + EPSILON)
     for part in (1, hat):
         assert np.square((dx * part).sum(0)).mean() <= 0.01 ** 2 * np.square((scale * dy * part).sum(0)).mean()

@@ -73,7 +73,7 @@ def test_per_tower_batches_and_a_callable_reach_their_towers():
     replicas = build(lambda x: x, towers.PerTower([X[:7], X[7:]]), 2)
     assert sizes_of(replicas) == [7, 3] and [t.weight for t in replicas] == [0.7, 0.3]
     replicas = build(lambda x: x, lambda context: tf.fill([2], context.index), 3)
-    assert run(replicas.merged).tolist() == [0, 0, 1, 1, 2, 2]
+    assert run(replicas.merged()).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.mark.parametrize("batch,error,message", [
@@ -253,11 +253,33 @@ def test_eleven_towers_are_not_taken_for_one_another():
 
 def test_merged_joins_batches_and_averages_scalars_by_weight():
     replicas = build(lambda x: {"rows": x, "mean": tf.reduce_mean(x), "count": tf.shape(x)[0], "yes": True}, (X,), 3)
-    merged = run(replicas.merged)
+    merged = run(replicas.merged())
     np.testing.assert_array_equal(merged["rows"], X)
     assert merged["mean"] == pytest.approx(X.mean(), rel=1e-5)
     assert merged["count"] == pytest.approx(0.4 * 4 + 0.3 * 3 + 0.3 * 3) and merged["yes"] == 1.0
-    assert replicas.merged is replicas.merged
+    assert replicas.merged() is replicas.merged()
+
+
+def test_merged_outputs_are_built_outside_of_the_callers_loop_and_control_dependencies():
+    replicas, ran = build(lambda x: {"rows": x}, (X,), 2), tf.get_variable("ran", [], initializer=tf.zeros_initializer())
+
+    def body(i, total):
+        return i + 1, total + tf.reduce_sum(replicas.merged()["rows"])
+
+    with tf.control_dependencies([tf.assign_add(ran, 1.0)]):
+        total = tf.while_loop(lambda i, _: i < 3, body, [0, 0.0])[1]
+    with session() as made:
+        np.testing.assert_array_equal(made.run(replicas.merged()["rows"]), X)
+        assert made.run(ran) == 0.0
+        assert made.run(total) == pytest.approx(3 * X.sum(), rel=1e-4)
+
+
+def test_outputs_of_towers_in_a_loop_are_merged_there():
+    def body(i, total):
+        replicas = build(lambda x: x, (tf.constant(X) * tf.cast(i, tf.float32),), 2)
+        return i + 1, total + tf.reduce_sum(replicas.merged())
+
+    assert run(tf.while_loop(lambda i, _: i < 3, body, [0, 0.0])[1]) == pytest.approx(3 * X.sum(), rel=1e-4)
 
 
 def test_loss_is_that_of_the_global_batch():

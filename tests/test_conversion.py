@@ -170,7 +170,7 @@ def test_layers_of_float16_are_normalized_by_moments_of_all_towers(layer, kinds)
     x, = batch_of([7, 3, 2, 4])
     x = x.astype(np.float16)
     converted = tf_syncbn.convert_model(lambda x: layer(x, "bn"))
-    y = build(converted, towers.PerTower([(x[:2],), (x[2:],)])).merged
+    y = build(converted, towers.PerTower([(x[:2],), (x[2:],)])).merged()
     wide = x.astype(np.float64)
     wanted = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3)
     assert y.dtype == tf.float16 and converted.converted[0].kind == kinds[0]
@@ -200,7 +200,7 @@ def test_layers_whose_batch_is_unknown_are_converted():
         return fused(x, "bn")
 
     given = tf.placeholder(tf.float32, [None, None, None, 3])
-    y = build(tf_syncbn.convert_model(model_fn), (given,)).merged
+    y = build(tf_syncbn.convert_model(model_fn), (given,)).merged()
     wide = x.astype(np.float64)
     wanted = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3)
     np.testing.assert_allclose(run(y, {given: x}), wanted, atol=1e-5)
@@ -428,7 +428,7 @@ def test_only_chooses_layers_by_scope(only):
     converted = tf_syncbn.convert_model(model_fn, only=only)
     replicas = build(converted, towers.PerTower([(x[:3],), (x[3:],)]))
     assert [layer.scope for layer in converted.converted] == ["bn2"]
-    local, synced = run(replicas.merged)
+    local, synced = run(replicas.merged())
     wide = x.astype(np.float64)
     np.testing.assert_allclose(synced, (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-3), atol=1e-5)
     part = wide[:3]
@@ -883,7 +883,7 @@ def test_a_fed_mode_gives_the_output_of_that_mode(training):
         return tf.cond(is_training, lambda: tf.nn.fused_batch_norm(x, gamma, beta, epsilon=1e-3)[0],
                        lambda: tf.nn.fused_batch_norm(x, gamma, beta, mean, variance, 1e-3, is_training=False)[0])
 
-    y = build(tf_syncbn.convert_model(model_fn), (x,), 3).merged
+    y = build(tf_syncbn.convert_model(model_fn), (x,), 3).merged()
     axes = (0, 1, 2) if training else ()
     mean, variance = (x.mean(axes), x.var(axes)) if training else (0, 1)
     np.testing.assert_allclose(run(y, {is_training: training}), (x - mean) / np.sqrt(variance + 1e-3), atol=1e-5)

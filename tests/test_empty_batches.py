@@ -53,7 +53,7 @@ def gradients_of(model, num_towers, batch, initial=None):
     with tf.Graph().as_default():
         x = tf.placeholder(tf.float32, [None, 6, 6, 2])
         replicas = build(model, (x,), num_towers)
-        grads = towers.average_gradients(towers.compute_gradients(replicas, SGD(1.0)), towers.collect_update_ops(replicas))
+        grads = towers.average_gradients(replicas, towers.compute_gradients(replicas, SGD(1.0)))
         with session() as made:
             set_variables(made, initial or {})
             values = made.run({v.op.name: v for v in tf.global_variables()})
@@ -83,7 +83,7 @@ def test_outputs_and_collections_of_an_empty_tower_are_empty():
 
     x = tf.placeholder(tf.float32, [None, 6, 6, 2])
     replicas = build(model, (x,), 3)
-    outputs, seen, merged = run([[tower.outputs["y"] for tower in replicas], tf.get_collection("seen"), replicas.merged["y"]],
+    outputs, seen, merged = run([[tower.outputs["y"] for tower in replicas], tf.get_collection("seen"), replicas.merged()["y"]],
                                 {x: X[:2]})
     assert [y.shape for y in outputs] == [y.shape for y in seen] == [(1, 3, 3, 4), (1, 3, 3, 4), (0, 3, 3, 4)]
     assert merged.shape == (2, 3, 3, 4)

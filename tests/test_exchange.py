@@ -186,7 +186,7 @@ def test_gradient_taken_of_tower_0_for_a_summary_does_not_mix_into_training():
     replicas = build(model, (X,), 2)
     w = tf.trainable_variables()[0]
     stray = tf.gradients(7 * replicas[0].loss, w)[0]
-    grads = towers.average_gradients(towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0), [w]), [])
+    grads = towers.average_gradients(replicas, towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0), [w]))
     with tf.variable_scope("", reuse=True):
         expected = tf.gradients(tf.reduce_mean(tf.sin(tf_syncbn.sync_batch_norm(X * w, training=True)) ** 3), w)[0]
     with session() as made:
@@ -239,7 +239,7 @@ def test_towers_built_inside_a_while_loop_meet_there():
     def body(i, total):
         replicas = build(model, (tf.constant(X) * tf.cast(i + 1, tf.float64),), 2)
         grads = towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0), [weights])
-        return i + 1, total + towers.average_gradients(grads, [])[0][0]
+        return i + 1, total + towers.average_gradients(replicas, grads)[0][0]
 
     # The layer's variables are made outside of the loop, as TensorFlow demands.
     with tf.variable_scope(""):
@@ -255,7 +255,7 @@ def test_towers_built_inside_a_while_loop_meet_there():
 def test_exported_graph_runs_and_refuses_gradients_by_name():
     x = tf.placeholder(tf.float64, [6, 3], name="x")
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, training=True, name="bn"), (x,), 2)
-    merged = tf.identity(replicas.merged, name="result")
+    merged = tf.identity(replicas.merged(), name="result")
     expected = run(merged, {x: X})
     exported = tf.train.export_meta_graph()
     with tf.Graph().as_default() as graph:

@@ -15,14 +15,20 @@ def variable(name, shape=(3,)):
     return tf.get_variable(name, shape, initializer=tf.ones_initializer())
 
 
+def average(tower_grads):
+    """Averages gradients that no model function led to."""
+    return towers.average_gradients(build(tf.reduce_mean, (tf.ones([len(tower_grads), 1]),), len(tower_grads)), tower_grads)
+
+
 def test_gradient_that_is_none_in_every_tower_is_left_out():
     def model(x):
         variable("unused")
         return tf.reduce_mean(x * variable("w"))
 
-    tower_grads = towers.compute_gradients(build(model, (X,), 2), SGD(1.0))
+    replicas = build(model, (X,), 2)
+    tower_grads = towers.compute_gradients(replicas, SGD(1.0))
     assert [[g is None for g, _ in grads] for grads in tower_grads] == [[True, False]] * 2
-    assert [v.op.name for _, v in towers.average_gradients(tower_grads)] == ["w"]
+    assert [v.op.name for _, v in towers.average_gradients(replicas, tower_grads)] == ["w"]
 
 
 def test_gradient_that_is_none_in_some_towers_counts_as_zero_there():
@@ -32,7 +38,7 @@ def test_gradient_that_is_none_in_some_towers_counts_as_zero_there():
         return loss + tf.reduce_sum(extra) if towers.current_tower().is_first else loss
 
     replicas = build(model, (X,), 3, alike=False)
-    grads = dict((v.op.name, g) for g, v in towers.average_gradients(towers.compute_gradients(replicas, SGD(1.0))))
+    grads = dict((v.op.name, g) for g, v in towers.average_gradients(replicas, towers.compute_gradients(replicas, SGD(1.0))))
     np.testing.assert_allclose(run(grads["extra"]), np.full(3, 1 / 3), rtol=1e-6)
 
 
@@ -42,7 +48,8 @@ def test_indexed_slices_stay_sparse_and_are_divided_by_the_number_of_towers():
     def model(ids):
         return tf.reduce_mean(tf.nn.embedding_lookup(variable("table", (5, 2)), ids) ** 2)
 
-    (gradient, table), = towers.average_gradients(towers.compute_gradients(build(model, (ids,), 3), SGD(1.0)))
+    replicas = build(model, (ids,), 3)
+    (gradient, table), = towers.average_gradients(replicas, towers.compute_gradients(replicas, SGD(1.0)))
     assert isinstance(gradient, tf.IndexedSlices)
     expected = np.zeros([5, 2])
     np.add.at(expected, ids, 2 * np.ones([6, 2]) / 12 * 2)
@@ -52,14 +59,14 @@ def test_indexed_slices_stay_sparse_and_are_divided_by_the_number_of_towers():
 def test_sparse_and_dense_gradients_of_one_variable_become_dense():
     slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
     table = variable("table", (3, 2))
-    (gradient, _), = towers.average_gradients([[(slices, table)], [(tf.ones([3, 2]), table)]])
+    (gradient, _), = average([[(slices, table)], [(tf.ones([3, 2]), table)]])
     np.testing.assert_allclose(run(gradient), [[0.5, 0.5], [1, 1], [0.5, 0.5]])
 
 
 def test_average_is_the_plain_mean():
     w = variable("w")
     values = np.random.RandomState(1).randn(5, 3).astype(np.float32)
-    (gradient, v), = towers.average_gradients([[(tf.constant(value), w)] for value in values])
+    (gradient, v), = average([[(tf.constant(value), w)] for value in values])
     assert v is w
     np.testing.assert_allclose(run(gradient), values.mean(0, dtype=np.float64), rtol=1e-5)
 
@@ -150,19 +157,27 @@ def test_minimize_refuses_what_is_no_optimizer_or_transform():
 def test_average_gradients_refuses_lists_that_do_not_agree():
     v, w = variable("v"), variable("w")
     with pytest.raises(towers.TowerMismatchError, match=r"Tower 1 has gradients of \['w'\] and tower 0 of \['v'\]"):
-        towers.average_gradients([[(v + 0, v)], [(w + 0, w)]])
-    with pytest.raises(ValueError, match="tower_grads is empty"):
-        towers.average_gradients([])
+        average([[(v + 0, v)], [(w + 0, w)]])
     with pytest.raises(ValueError, match="no gradient to average"):
-        towers.average_gradients([[(None, v)]])
+        average([[(None, v)]])
+    with pytest.raises(towers.TowerMismatchError, match="for each of the 2 towers; it holds 1"):
+        towers.average_gradients(build(tf.reduce_mean, (X,), 2), [[(v + 0, v)]])
+
+
+@pytest.mark.parametrize("listed", [list, lambda tower_grads: [list(grads) for grads in tower_grads]])
+def test_gradients_in_lists_made_by_hand_wait_for_the_losses_too(listed):
+    replicas = build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2)
+    (gradient, _), = towers.average_gradients(replicas, listed(towers.compute_gradients(replicas, SGD(1.0))))
+    assert {tower.loss.op for tower in replicas} <= ancestors([gradient])
 
 
 def test_no_averaged_gradient_is_there_before_all_towers_gradients_are():
     def model(ids):
         return tf.reduce_mean(tf.nn.embedding_lookup(variable("table", (5, 3)), ids) * variable("w") ** 2)
 
-    tower_grads = towers.compute_gradients(build(model, (np.array([0, 2, 2, 4]),), 2), SGD(1.0))
-    grads = towers.average_gradients(tower_grads)
+    replicas = build(model, (np.array([0, 2, 2, 4]),), 2)
+    tower_grads = towers.compute_gradients(replicas, SGD(1.0))
+    grads = towers.average_gradients(replicas, tower_grads)
     every = {getattr(gradient, "values", gradient).op for pairs in tower_grads for gradient, _ in pairs}
     assert len(grads) == 2 and isinstance(dict((v.op.name, g) for g, v in grads)["table"], tf.IndexedSlices)
     for gradient, _ in grads:
@@ -303,8 +318,8 @@ def test_towers_of_another_graph_are_named():
         replicas = build(lambda x: tf.reduce_mean(x * variable("w")), (X,), 2)
         tower_grads = towers.compute_gradients(replicas, SGD(1.0))
     for call in (lambda: towers.minimize(replicas, SGD(1.0)), lambda: towers.compute_gradients(replicas, SGD(1.0)),
-                 lambda: towers.collect_update_ops(replicas), lambda: towers.average_gradients(tower_grads),
-                 lambda: replicas.merged):
+                 lambda: towers.collect_update_ops(replicas), lambda: towers.average_gradients(replicas, tower_grads),
+                 lambda: replicas.merged()):
         with pytest.raises(ValueError, match=r": the towers were built in another graph than the default one.*as_default\(\)"):
             call()
         with graph.as_default():
@@ -316,7 +331,7 @@ def test_towers_train_within_a_loop_around_them():
     variable_, = tf.trainable_variables()
 
     def body(i):
-        (gradient, _), = towers.average_gradients(towers.compute_gradients(replicas, SGD(1.0)), [])
+        (gradient, _), = towers.average_gradients(replicas, towers.compute_gradients(replicas, SGD(1.0)), [])
         with tf.control_dependencies([gradient]):
             return i + tf.reduce_sum(gradient)
 

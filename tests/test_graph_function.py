@@ -305,7 +305,7 @@ class NormalizedCell:
 
 
 def by_towers(x):
-    return build(synced, (x,), 2).merged
+    return build(synced, (x,), 2).merged()
 
 
 def loop_of(batch_norm, x):
@@ -386,7 +386,7 @@ def test_a_saved_model_of_training_and_of_evaluation_loads(tmp_path):
         folder = str(tmp_path / str(training))
         with tf.Graph().as_default():
             x = tf.placeholder(tf.float32, [6, 4, 4, 3])
-            y = build(model, (x,), 2, training=training).merged["y"]
+            y = build(model, (x,), 2, training=training).merged()["y"]
             with session() as made:
                 expected = made.run(y, {x: X})
                 tf.saved_model.simple_save(made, folder, {"x": x}, {"y": y})

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
                     "placement", "batch", "shares", "sharing", "graph_walk", "global_loss", "graph_collections", "functions",
                     "likeness", "twins", "state", "empty_batches", "keras3", "builder", "update_ops", "overlap", "gradients",
-                    "training", "assignment", "testing"],
+                    "transforms", "training", "assignment", "testing"],
          "tf_syncbn": ["kernels.graph_function", "kernels.moments", "arguments", "kernels.normalization", "moving_averages",
                        "renormalization", "whole_batch", "batch_norm", "slim", "conversion.dependence", "conversion.factors",
                        "conversion.axis_rules", "conversion.layout", "conversion.counts", "conversion.fused_batch_norms",

@@ -185,11 +185,11 @@ def test_a_model_with_stale_moving_averages_regains_its_accuracy():
     replicas = build(model_fn, batch, 3)
     train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.3, 0.9))
     with tf.variable_scope(tf.get_variable_scope(), reuse=True):
-        accuracy = build(model_fn, batch, 3, training=False).merged["accuracy"]
+        accuracy = build(model_fn, batch, 3, training=False).merged()["accuracy"]
     with session() as made:
         for _ in range(40):
             made.run(train_op)
-        stale, training = made.run([accuracy, replicas.merged["accuracy"]])
+        stale, training = made.run([accuracy, replicas.merged()["accuracy"]])
         tf_syncbn.recalibrate(made, replicas, 1)
         regained = made.run(accuracy)
     assert stale < 0.6 and training > 0.9 and regained > training - 0.02

@@ -54,7 +54,7 @@ def test_steps_equal_numpys_and_corrections_are_read_before_they_move(num_towers
     x = tf.placeholder(tf.float64, [7, 4, 3])
     limits = dict(CLIPPING, rmax=tf.constant(CLIPPING["rmax"], tf.float64))  # a schedule is a tensor
     replicas = build(lambda x: layer(x, renorm_clipping=limits, group_size=group_size), (x,), num_towers)
-    y = replicas.merged
+    y = replicas.merged()
     slopes = tf.gradients([tower.outputs for tower in replicas], [x] + tf.trainable_variables(), tf.split(
         tf.constant(DY), [3, 2, 2] if num_towers == 3 else [7]))
     expected, expected_moving = in_numpy([3, 5] if group_size else [])
@@ -76,14 +76,14 @@ def test_without_gamma_and_beta_the_corrections_still_apply():
                      (BATCHES[1],), 2)
     mean, stddev = moments(BATCHES[1])
     with session() as made:  # of moving moments 0 and 1, and without limits, nothing is normalized
-        np.testing.assert_allclose(made.run(replicas.merged), (BATCHES[1] - mean) / stddev * stddev + mean, atol=1e-9)
+        np.testing.assert_allclose(made.run(replicas.merged()), (BATCHES[1] - mean) / stddev * stddev + mean, atol=1e-9)
 
 
 def test_out_of_training_neither_corrections_nor_moving_variables_play():
     training = tf.placeholder(tf.bool, [])
     replicas = build(layer, (BATCHES[2],), 2, training=training)
     with session() as made:
-        y, _ = made.run([replicas.merged, towers.collect_update_ops(replicas)], {training: False})
+        y, _ = made.run([replicas.merged(), towers.collect_update_ops(replicas)], {training: False})
         moving = [made.run(v) for v in tf.global_variables() if not v.trainable]
     np.testing.assert_allclose(y, BATCHES[2] / np.sqrt(1 + EPSILON) * GAMMA + BETA, atol=1e-9)
     assert all((value == value[0]).all() and value[0] in (0, 1) for value in moving)

@@ -49,11 +49,11 @@ def test_weight_that_turns_out_negative_or_not_finite_fails_by_the_towers_name(d
     weights = fed(len(values), dtype)
     parts = np.split(X[:2 * len(values)], len(values))
     replicas = build(weighted, towers.PerTower(list(zip(parts, weights))), len(values))
-    (gradient, _), = towers.average_gradients(towers.compute_gradients(replicas, SGD(1.0)))
+    (gradient, _), = towers.average_gradients(replicas, towers.compute_gradients(replicas, SGD(1.0)))
     train_op = towers.minimize(replicas, SGD(1.0))
     with session() as made:
         variable, = tf.trainable_variables()
-        for fetch in (replicas.loss, gradient, train_op, replicas[-1].weight, replicas.merged["loss"]):
+        for fetch in (replicas.loss, gradient, train_op, replicas[-1].weight, replicas.merged()["loss"]):
             words = r"The weight of tower %s \(.*finite and 0 or more. It is" % number
             with pytest.raises(tf.errors.InvalidArgumentError, match=words):
                 made.run(fetch, dict(zip(weights, values)))

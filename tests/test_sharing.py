@@ -65,7 +65,7 @@ def test_branch_on_the_towers_number_gives_no_wrong_variable():
         return x * tf.Variable(np.full(3, 2, np.float32), name="w")
 
     replicas = build(model, (X,), 2)
-    np.testing.assert_allclose(run(replicas.merged), 2 * X)
+    np.testing.assert_allclose(run(replicas.merged()), 2 * X)
 
 
 def test_layers_of_tf_layers_are_shared_and_named_as_without_towers():

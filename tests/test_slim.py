@@ -20,7 +20,7 @@ X = np.random.RandomState(0).randn(7, 4, 4, 3).astype(np.float32) * 2 + 3
 
 def results(replicas, updates, made):
     """The output of all towers, and the variables by name after the updates ran."""
-    y, _ = made.run([replicas.merged, updates])
+    y, _ = made.run([replicas.merged(), updates])
     return y, {v.op.name: made.run(v) for v in tf.global_variables()}
 
 
@@ -61,7 +61,7 @@ def test_three_towers_equal_contribs_layer_on_the_whole_batch(shape, arguments):
                 if arguments.get("renorm"):
                     set_variables(made, {"BatchNorm/renorm_mean": np.array([2, 3, 4]),
                                          "BatchNorm/renorm_stddev": np.array([1, 2, 3])})
-                y = made.run(replicas.merged)
+                y = made.run(replicas.merged())
                 if arguments.get("updates_collections", "") is not None:
                     updates = tf.get_collection("mine") or towers.collect_update_ops(replicas)
                     assert updates or arguments.get("is_training") is False
@@ -130,7 +130,7 @@ def test_channels_come_first_in_nchw_and_dicts_reach_the_parameters():
     replicas = build(model, (x,), 2)
     assert len(tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES)) == 1
     with session() as made:
-        y = made.run(replicas.merged)
+        y = made.run(replicas.merged())
     mean, variance = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
     np.testing.assert_allclose(y, np.maximum((x - mean) / np.sqrt(variance + 1e-3) * 3 + 2, 0), atol=1e-5)
 

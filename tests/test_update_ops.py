@@ -117,9 +117,9 @@ def test_shared_update_of_anyone_runs_once():
 
 @pytest.mark.parametrize("num_towers", [1, 2])
 def test_update_ops_run_before_gradients_are_averaged(num_towers):
-    replicas = build(ordinary(False), (X,), num_towers)
-    grads = towers.average_gradients(towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0)),
-                                     towers.collect_update_ops(replicas, "first"), "/cpu:1")
+    devices = ["/cpu:0", "/cpu:1"][:num_towers]
+    replicas = towers.TowerBuilder(devices, aggregation_device="/cpu:1").build(ordinary(False), (X,))
+    grads = towers.average_gradients(replicas, towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0)))
     assert {op for op in ancestors([grads[0][0]]) if op.type.startswith("AssignSub")}
     assert grads[0][0].device.lower().endswith("cpu:1")
     moving, = [v for v in tf.global_variables() if v.op.name == "layer/moving"]
@@ -128,14 +128,30 @@ def test_update_ops_run_before_gradients_are_averaged(num_towers):
         np.testing.assert_allclose(made.run(moving), moving_average("first", num_towers, 1), rtol=1e-5)
 
 
-def test_train_op_built_without_update_ops_is_warned_of():
+@pytest.mark.parametrize("given", ["first", "last", "none", [], list])
+def test_update_ops_are_a_policy_or_a_list_wherever_they_stand(given):
+    def moved(step):
+        with tf.Graph().as_default():
+            replicas = build(ordinary(False), (X,), 2)
+            own = replicas[0].update_ops if given is list else given
+            fetch = step(replicas, tf.train.GradientDescentOptimizer(0.0), own)
+            moving, = [v for v in tf.global_variables() if v.op.name == "layer/moving"]
+            with session() as made:
+                made.run(fetch)
+                return made.run(moving)
+
+    whole = moved(lambda replicas, optimizer, own: towers.minimize(replicas, optimizer, own))
+    in_parts = moved(lambda replicas, optimizer, own: towers.average_gradients(
+        replicas, towers.compute_gradients(replicas, optimizer), own)[0][0])
+    policy = "first" if given is list else given or "none"
+    np.testing.assert_allclose(whole, moving_average(policy, 2, 1), rtol=1e-5)
+    np.testing.assert_array_equal(in_parts, whole)
+
+
+def test_update_ops_that_are_none_are_refused():
     replicas = build(ordinary(False), (X,), 2)
-    tower_grads = towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(1.0))
-    with pytest.warns(UserWarning, match="moving averages will not be updated: pass update_ops"):
-        towers.average_gradients(tower_grads)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        towers.average_gradients(tower_grads, [])
+    with pytest.raises(TypeError, match="An update op is an operation or a tensor, not 'first'"):
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(1.0), ["first"])
 
 
 @pytest.mark.parametrize("policy", ["tower_0", None, True])

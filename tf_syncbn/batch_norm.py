@@ -23,7 +23,7 @@ def sync_batch_norm(
         moving_variance_initializer=tf.ones_initializer(), beta_regularizer=None, gamma_regularizer=None,
         beta_constraint=None, gamma_constraint=None, training=None, trainable=True, name=None, reuse=None, mask=None,
         group_size=None, updates_collections=tf.GraphKeys.UPDATE_OPS, renorm=False, renorm_clipping=None,
-        renorm_momentum=0.99, unbiased=None):
+        renorm_momentum=0.99, unbiased=None, fused=None):
     """Normalizes a batch by the moments of all towers' batches together.
 
         y = gamma (x - mean) / sqrt(var + epsilon) + beta
@@ -73,6 +73,8 @@ def sync_batch_norm(
       renorm_clipping: dict that may hold scalars or scalar tensors "rmin", "rmax", "dmax", the limits of the corrections.
       renorm_momentum: as `momentum`, of `renorm_mean` and `renorm_stddev`.
       unbiased: whether the moving variance takes the unbiased variance, whatever `tf.layers` would store.
+      fused: as `tf.layers.batch_normalization` has it: False keeps the moving variance biased, as its layer that is not fused
+        does. The kernels follow the input, not this argument.
 
     Returns:
       A tensor of the shape and dtype of `inputs`.
@@ -127,12 +129,12 @@ def sync_batch_norm(
         when = None if training is True else training
         correct = functools.partial(with_corrections, training=when, mean=moving[3], stddev=moving[4], limits=limits,
                                     epsilon=epsilon) if renorm else None
-        arguments = dict(momentum=momentum, updates_collections=updates_collections, unbiased=unbiased, renorm=renorm,
-                         **({"renorm_momentum": renorm_momentum} if renorm else {}),
+        arguments = dict(momentum=momentum, updates_collections=updates_collections, unbiased=unbiased, fused=fused,
+                         renorm=renorm, **({"renorm_momentum": renorm_momentum} if renorm else {}),
                          **{"renorm_clipping " + key: limits[key] for key in sorted(limits)})
         y, whole = normalize_over_towers(inputs, gamma, beta, how, tower, mask, when, (mean, variance), correct, arguments)
         if updates_collections != () and (tower is None or tower.is_first):
-            unbiased = _stores_unbiased(inputs, axis) if unbiased is None else bool(unbiased)
+            unbiased = fused is not False and _stores_unbiased(inputs, axis) if unbiased is None else bool(unbiased)
             updates = _updates(moving, whole, momentum, renorm_momentum, when, epsilon, unbiased, updates_collections, tower)
             averages = dict(zip([v.op.name for v in moving], _AVERAGED))
             remember_layer(AveragedLayer(scope.name, averages, unbiased and not renorm, epsilon, lambda: whole), tower)

@@ -18,6 +18,7 @@ from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
 from towers.placement import find_devices, session_config
 from towers.training import minimize
+from towers.transforms import clip_by_global_norm
 from towers.turns import TowerMismatchError
 from towers.update_ops import collect_update_ops
 from towers.version import __version__
@@ -33,6 +34,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "average_gradients",
+    "clip_by_global_norm",
     "collect_update_ops",
     "compute_gradients",
     "current_tower",

@@ -85,16 +85,20 @@ class Towers:
     def __repr__(self):
         return "Towers(%s)" % ", ".join(tower.context.device for tower in self)
 
-    @property
     def merged(self):
-        """The outputs of all towers as those of the global batch, in the structure that the model function returned.
+        """Returns the outputs of all towers as those of the global batch, in the structure that the model function returned.
 
         Tensors of rank 1 or more are joined along axis 0 in the order of the towers. Scalars are averaged by weight;
-        integers and booleans among them are averaged as float32. Built at the first access, on the aggregation device.
+        integers and booleans among them are averaged as float32. Built by the first call, on the aggregation device, where
+        the towers were built: no loop or control dependency around the call has a part in it.
+
+        Raises:
+          ValueError: under another graph than the towers'.
         """
         if self._merged is None:
-            check_graph(self[0].context.meetings.graph, "replicas.merged")
-            with tf.name_scope("merged"), tf.device(self.aggregation_device):
+            meetings = self[0].context.meetings
+            check_graph(meetings.graph, "replicas.merged")
+            with meetings.where_built(), tf.name_scope("merged"), tf.device(self.aggregation_device):
                 per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
                 leaves = [self._merge(list(leaf)) for leaf in zip(*per_tower)]
                 self._merged = tf.nest.pack_sequence_as(self[0].outputs, leaves)

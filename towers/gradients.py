@@ -6,8 +6,6 @@ towers is the gradient of `sum_i weight_i * loss_i` through every exchange. Weig
 wrong wherever towers met. The loss that an optimizer is handed carries its share in its gradient, so an optimizer that scales it,
 or takes no `grad_loss`, is exact too.
 """
-import warnings
-
 import tensorflow.compat.v1 as tf
 
 from towers.context import check_graph
@@ -15,20 +13,9 @@ from towers.gradient_hook import detail_of, with_gradient
 from towers.overlap import fill_meetings
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
+from towers.update_ops import chosen_update_ops
 
 __all__ = ["average_gradients", "compute_gradients"]
-
-
-class TowerGradients(list):
-    """A list over towers of lists of (gradient, variable).
-
-    Attributes:
-      losses: list of the towers' losses, which `average_gradients` waits for.
-    """
-
-    def __init__(self, losses):
-        super().__init__()
-        self.losses = list(losses)
 
 
 def compute_gradients(replicas, optimizer, var_list=None):
@@ -44,7 +31,7 @@ def compute_gradients(replicas, optimizer, var_list=None):
       var_list: list of variables; None is all trainable variables of the graph.
 
     Returns:
-      `TowerGradients`, a list over towers of lists of (gradient, variable), in the same order of variables:
+      A list over towers of lists of (gradient, variable), in the same order of variables:
       `tower_grads[tower][variable]`. A gradient is a tensor, `tf.IndexedSlices`, or None where the loss of that tower does
       not depend on the variable.
 
@@ -58,7 +45,7 @@ def compute_gradients(replicas, optimizer, var_list=None):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
     check_graph(replicas[0].context.meetings.graph, "compute_gradients")
     _check_loss(replicas)
-    tower_grads = TowerGradients(tower.loss for tower in replicas)
+    tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where
     # nobody waits that is as fast, and keeps less in memory.
@@ -76,15 +63,16 @@ def compute_gradients(replicas, optimizer, var_list=None):
     return tower_grads
 
 
-def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
-    """Averages gradients over towers, once the update ops have run and the towers' losses are known.
+def average_gradients(replicas, tower_grads, update_ops="first"):
+    """Averages gradients over towers on the aggregation device, once the update ops have run and the losses are known.
 
         g_v = sum_i g_iv / N,    N towers
 
     Args:
+      replicas: `Towers`.
       tower_grads: list over towers of lists of (gradient, variable), as `compute_gradients` returns it.
-      update_ops: list of operations and tensors that run before any gradient is averaged, `collect_update_ops` say.
-      aggregation_device: str, the device that averages; None leaves it to the surrounding `tf.device`.
+      update_ops: what runs before any gradient is averaged: a policy of `collect_update_ops`, or a list of operations and
+        tensors.
 
     Returns:
       A list of (gradient, variable), none of which is there before all are, so that each may be applied. A gradient that is
@@ -93,26 +81,16 @@ def average_gradients(tower_grads, update_ops=None, aggregation_device=None):
       variable, they become dense.
 
     Raises:
-      TowerMismatchError: (a ValueError) where the towers' lists hold other variables.
-      ValueError: if there is no tower, or no gradient; under another graph than the gradients'.
-
-    Warns:
-      UserWarning: if `update_ops` is left out while `tf.GraphKeys.UPDATE_OPS` holds some, which then never run.
+      TowerMismatchError: (a ValueError) where the towers' lists hold other variables, or are not one for each tower.
+      ValueError: if there is no gradient; under another graph than the towers'; for another policy.
+      TypeError: for update ops that are none.
     """
-    _check_variables(tower_grads)
-    for gradient, _ in tower_grads[0]:
-        if hasattr(gradient, "graph"):
-            check_graph(gradient.graph, "average_gradients")
-    if update_ops is None:
-        update_ops = []
-        if tf.get_collection(tf.GraphKeys.UPDATE_OPS):
-            warnings.warn("Gradients are averaged without update ops though tf.GraphKeys.UPDATE_OPS holds some, so "
-                          "moving averages will not be updated: pass update_ops=towers.collect_update_ops(replicas), "
-                          "or [] if that is meant.", stacklevel=2)
+    check_graph(replicas[0].context.meetings.graph, "average_gradients")
+    _check_variables(tower_grads, len(replicas))
     averaged, variables = [], []
     # A loss may read a variable last of all. Without the wait it was seen to read what this very step had updated.
-    waits = list(update_ops) + getattr(tower_grads, "losses", [])
-    with tf.name_scope("average_gradients"), tf.device(aggregation_device), tf.control_dependencies(waits):
+    waits = chosen_update_ops(replicas, update_ops) + [tower.loss for tower in replicas if tower.loss is not None]
+    with tf.name_scope("average_gradients"), tf.device(replicas.aggregation_device), tf.control_dependencies(waits):
         axis = tf.constant(0, name="axis") if len(tower_grads) > 2 else 0
         for pairs in zip(*tower_grads):
             gradients = [gradient for gradient, _ in pairs if gradient is not None]
@@ -176,9 +154,10 @@ def _check_loss(replicas):
                          "returned %r." % (replicas[0].outputs,))
 
 
-def _check_variables(tower_grads):
-    if not tower_grads:
-        raise ValueError("tower_grads is empty: it has to hold the gradients of one tower at least.")
+def _check_variables(tower_grads, num_towers):
+    if len(tower_grads) != num_towers:
+        raise TowerMismatchError("tower_grads has to hold a list of (gradient, variable) for each of the %d towers; it holds %d."
+                                 % (num_towers, len(tower_grads)))
     first = [variable for _, variable in tower_grads[0]]
     for index, grads in enumerate(tower_grads):
         if len(grads) != len(first) or any(a is not b for a, (_, b) in zip(first, grads)):

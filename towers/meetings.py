@@ -13,7 +13,7 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower, differentiate
-from towers.private import control_flow_now, rewire
+from towers.private import control_flow_now, enter_control_flow, leave_control_flow, rewire
 from towers.turns import ALIKE, Exchange, TowerMismatchError, Turns
 
 __all__ = ["Meetings", "Place"]
@@ -54,6 +54,19 @@ class Meetings:
         """Returns the ops of all aggregates, a set: they were made within the last tower, and belong to none."""
         ops = self.graph.get_operations()
         return {op for first, last in self._aggregated for op in ops[first:last]}
+
+    @contextlib.contextmanager
+    def where_built(self):
+        """Builds ops beside the towers, whatever loop or control dependencies the caller stands in."""
+        with self.graph.as_default(), tf.control_dependencies(None):
+            if self._control_flow is None:
+                yield
+                return
+            enter_control_flow(self._control_flow)
+            try:
+                yield
+            finally:
+                leave_control_flow(self._control_flow)
 
     def forward_place(self, tower, name, kind, dtypes, shapes, arguments):
         """Returns the `Place` of a tower's next exchange; raises where it is not tower 0's exchange of that turn."""

@@ -11,9 +11,9 @@ try:
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_recorded", "not_recorded",
-           "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn", "take_in", "taken_from_outside",
-           "wait_only_for", "waiting_for"]
+__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "enter_control_flow", "forward_op_of",
+           "is_recorded", "leave_control_flow", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after",
+           "runs_onednn", "take_in", "taken_from_outside", "wait_only_for", "waiting_for"]
 
 
 def control_flow_now(graph):
@@ -35,6 +35,16 @@ def control_flow_of(op):
 def outer_control_flow(flow):
     """Returns the tf.cond or tf.while_loop (of control flow v1) that another one stands in, or None."""
     return flow.outer_context
+
+
+def enter_control_flow(flow):
+    """Lets ops be added to a tf.cond or tf.while_loop (of control flow v1) that is being built, until `leave_control_flow`."""
+    flow.Enter()
+
+
+def leave_control_flow(flow):
+    """Ends what `enter_control_flow` began."""
+    flow.Exit()
 
 
 def branch_of(op):

@@ -12,7 +12,6 @@ from towers.builder import TowerBuilder
 from towers.gradients import average_gradients, compute_gradients
 from towers.graph_walk import ancestors
 from towers.placement import session_config
-from towers.update_ops import collect_update_ops
 
 __all__ = ["Differences", "assert_equals_one_batch"]
 
@@ -135,8 +134,7 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
                  for part in alternatives[0]]
         replicas = TowerBuilder(devices).build(model_fn, PerTower(given))
         made = optimizer()
-        grads = average_gradients(compute_gradients(replicas, made), collect_update_ops(replicas, update_ops),
-                                  replicas.aggregation_device)
+        grads = average_gradients(replicas, compute_gradients(replicas, made), update_ops)
         train_op = made.apply_gradients(grads)
         _check_draws(replicas, train_op)
         dense = {variable.op.name: tf.convert_to_tensor(gradient) for gradient, variable in grads}

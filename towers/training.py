@@ -1,6 +1,5 @@
 """From towers to a train op: update ops gate the averaging, the averaging feeds the optimizer."""
 from towers.gradients import average_gradients, compute_gradients
-from towers.update_ops import collect_update_ops
 
 __all__ = ["minimize"]
 
@@ -14,9 +13,9 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
     Args:
       replicas: `Towers` with a loss.
       optimizer: a `tf.train.Optimizer`. Its slots are made outside of the towers' scopes.
-      update_ops: "first", "all", "last" or "none", see `collect_update_ops`.
+      update_ops: "first", "all", "last" or "none", see `collect_update_ops`, or a list of operations and tensors.
       transforms: functions, applied in their order, of a list of averaged (gradient, variable) that return such a list:
-        clipping acts on the gradients of the global batch.
+        `towers.clip_by_global_norm` say, which acts on the gradients of the global batch.
       global_step: integer variable that grows by one with each step, or None.
       var_list: list of variables to train; None is all trainable variables.
 
@@ -24,7 +23,7 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
       An operation.
 
     Raises:
-      TypeError: for what is no `tf.train.Optimizer`, or a transform that is no function.
+      TypeError: for what is no `tf.train.Optimizer`, a transform that is no function, or update ops that are none.
       ValueError: for towers without a loss or of another graph, another policy, or losses that no variable reaches.
       TowerMismatchError: (a ValueError) where the towers' gradients differ in what they pass.
 
@@ -37,7 +36,7 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
         if not callable(transform):
             raise TypeError("A transform is a function of a list of (gradient, variable), not %r." % (transform,))
     tower_grads = compute_gradients(replicas, optimizer, var_list)
-    grads = average_gradients(tower_grads, collect_update_ops(replicas, update_ops), replicas.aggregation_device)
+    grads = average_gradients(replicas, tower_grads, update_ops)
     for transform in transforms:
         grads = transform(grads)
     # Under no name scope of ours: some optimizers name variables by it, and checkpoints would no longer load.

@@ -13,7 +13,7 @@ from towers.keras3 import CURE, made_by_keras3
 from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.state import READS, read_after
 
-__all__ = ["collect_update_ops"]
+__all__ = ["chosen_update_ops", "collect_update_ops"]
 
 POLICIES = ("first", "all", "last", "none")
 
@@ -60,6 +60,16 @@ def collect_update_ops(replicas, policy="first"):
     if policy == "all" and len(replicas) > 1:
         _order(replicas, own)
     return updates
+
+
+def chosen_update_ops(replicas, update_ops):
+    """Returns what the argument `update_ops` names wherever it stands: those of a policy, or those of a list as they are."""
+    if isinstance(update_ops, (list, tuple)):
+        for update in update_ops:
+            if not isinstance(_op(update), tf.Operation):
+                raise TypeError("An update op is an operation or a tensor, not %r." % (update,))
+        return list(update_ops)
+    return collect_update_ops(replicas, update_ops)
 
 
 def _op(update):

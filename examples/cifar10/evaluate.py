@@ -64,7 +64,7 @@ def evaluate(settings):
             model_fn = resnet(trained["depth"], trained["sync_bn"], trained["weight_decay"])
         except ValueError as error:
             raise UsageError("%s is damaged: %s" % (os.path.join(settings.train_dir, "settings.json"), error)) from error
-        correct = builder.build(model_fn, pipeline.batch, training=False).merged["correct"]
+        correct = builder.build(model_fn, pipeline.batch, training=False).merged()["correct"]
         check_checkpoint(checkpoint, tf.global_variables(), trained["depth"])
         recalibrate = _recalibration(settings, dataset, builder, trained)
         with tf.Session(config=towers.session_config(builder.devices)) as session:

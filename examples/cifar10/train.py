@@ -122,9 +122,9 @@ class Training:
         self.train_op = towers.minimize(replicas, optimizer, settings.update_ops, global_step=self.global_step)
         tf.summary.scalar("learning_rate", rate)
         self.summary = tf.summary.merge_all()
-        self.loss, self.accuracy = replicas.loss, replicas.merged["accuracy"]
+        self.loss, self.accuracy = replicas.loss, replicas.merged()["accuracy"]
         with tf.variable_scope(tf.get_variable_scope(), reuse=True):
-            self.correct = builder.build(model_fn, self.test_pipeline.batch, training=False).merged["correct"]
+            self.correct = builder.build(model_fn, self.test_pipeline.batch, training=False).merged()["correct"]
         self.config = towers.session_config(builder.devices)
 
     def test_accuracy(self, session):
