@@ -6,15 +6,16 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from benchmarks.record import session_runs_onednn
+from tests.support import run
 from towers.gradient_hook import with_gradient
 from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_recorded, not_recorded,
                             outer_control_flow, rewire, run_after, runs_onednn, take_in, taken_from_outside, wait_only_for,
-                            waiting_for)
+                            waiting_for, within_control_flow)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
                      r"set_attr|get_control_flow_context|original_op)\b|"
-                     r"\.Is(Cond|While)Context|\.(loop_exits|outer_context|pred|branch)\b|"
+                     r"\.Is(Cond|While)Context|\.(Enter|Exit)\(|\.(loop_exits|outer_context|pred|branch)\b|"
                      r"tensorflow\.python|tensorflow_core")
 
 
@@ -98,6 +99,28 @@ def test_the_result_of_a_loop_belongs_to_what_the_loop_stands_in():
     assert outer_control_flow(inner) is outer and outer_control_flow(outer) is None
     assert control_flow_of(result.op) is None and inner_result is outer and inner is not outer and outer is not None
     assert all(control_flow_of(op) is None for op in tf.gradients(result, x)[0].consumers() + [tf.gradients(result, x)[0].op])
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
+def test_ops_are_added_to_a_loop_from_within_another_and_to_none_from_within_a_loop():
+    graph, made = tf.get_default_graph(), []
+
+    def body(i):
+        outer = control_flow_now(graph)
+        with tf.control_dependencies([i]), within_control_flow(None):
+            made.append((tf.constant(1.0).op, None))
+        assert control_flow_now(graph) is outer
+
+        def inner(j):
+            with within_control_flow(outer):
+                made.append((tf.identity(i).op, outer))
+            return j + 1
+
+        return tf.while_loop(lambda j: j < 3, inner, [i])
+
+    loop = tf.while_loop(lambda i: i < 3, body, [tf.constant(0)])
+    assert len(made) == 2 and all(control_flow_of(op) is flow for op, flow in made) and not made[0][0].control_inputs
+    assert run(loop) == 3
 
 
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower, differentiate
-from towers.private import control_flow_now, enter_control_flow, leave_control_flow, rewire
+from towers.private import control_flow_now, rewire, within_control_flow
 from towers.turns import ALIKE, Exchange, TowerMismatchError, Turns
 
 __all__ = ["Meetings", "Place"]
@@ -58,15 +58,8 @@ class Meetings:
     @contextlib.contextmanager
     def where_built(self):
         """Builds ops beside the towers, whatever loop or control dependencies the caller stands in."""
-        with self.graph.as_default(), tf.control_dependencies(None):
-            if self._control_flow is None:
-                yield
-                return
-            enter_control_flow(self._control_flow)
-            try:
-                yield
-            finally:
-                leave_control_flow(self._control_flow)
+        with self.graph.as_default(), within_control_flow(self._control_flow):
+            yield
 
     def forward_place(self, tower, name, kind, dtypes, shapes, arguments):
         """Returns the `Place` of a tower's next exchange; raises where it is not tower 0's exchange of that turn."""

@@ -2,18 +2,19 @@
 
 What they do has no public way, or one that imports a hundred megabytes. Nothing of towers is known here.
 """
-from tensorflow.python.framework import ops, test_util
+import contextlib
 
 import tensorflow.compat.v1 as tf
+from tensorflow.python.framework import ops, test_util
 
 try:
     from tensorflow.python.eager import record
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "enter_control_flow", "forward_op_of",
-           "is_recorded", "leave_control_flow", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after",
-           "runs_onednn", "take_in", "taken_from_outside", "wait_only_for", "waiting_for"]
+__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_recorded",
+           "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn", "take_in",
+           "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
 
 
 def control_flow_now(graph):
@@ -37,14 +38,18 @@ def outer_control_flow(flow):
     return flow.outer_context
 
 
-def enter_control_flow(flow):
-    """Lets ops be added to a tf.cond or tf.while_loop (of control flow v1) that is being built, until `leave_control_flow`."""
-    flow.Enter()
-
-
-def leave_control_flow(flow):
-    """Ends what `enter_control_flow` began."""
-    flow.Exit()
+@contextlib.contextmanager
+def within_control_flow(flow):
+    """Adds ops to a tf.cond or tf.while_loop (of control flow v1) that is being built, or to none, whatever the caller is in."""
+    with tf.control_dependencies(None):
+        if flow is None:
+            yield
+            return
+        flow.Enter()
+        try:
+            yield
+        finally:
+            flow.Exit()
 
 
 def branch_of(op):
