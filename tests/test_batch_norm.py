@@ -6,9 +6,8 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.batch_norm_oracle import EPSILON, gradients, largest, normalized, numerical_gradient
+from tests.kernel_machines import MACHINES, running_on
 from tests.support import build, has_tf_layers, run, session, train_by
-from towers.private import runs_onednn
-from tf_syncbn import whole_batch
 
 MOMENTUM = 0.9
 
@@ -473,76 +472,9 @@ def test_towers_of_unlike_heights_and_widths_count_their_positions():
     np.testing.assert_allclose(np.concatenate([a.reshape(-1, 3) for a in dxs]), dx, atol=1e-9)
 
 
-def matmuls_in(device):
-    """Returns the products of matrices in a synced layer of a tower on a device, forward and backward."""
-    with tf.Graph().as_default() as graph:
-        builder = towers.TowerBuilder([device])
-        replicas = builder.build(lambda x: tf.reduce_sum(tf_syncbn.sync_batch_norm(x) ** 2), (tf.zeros([64, 8, 8, 3]),))
-        tf.gradients(replicas[0].loss, tf.trainable_variables())
-        definition = graph.as_graph_def()
-    nodes = list(definition.node) + [node for function in definition.library.function for node in function.node_def]
-    return [node.name for node in nodes if "MatMul" in node.op]
-
-
-def test_sums_are_products_with_ones_on_a_cpu_alone_for_a_gpu_would_round_their_inputs():
-    assert matmuls_in("/cpu:0") and not matmuls_in("/gpu:0")
-
-
-def fused_ops(device, shape, axis=-1, dtype=tf.float32):
-    """Returns layout and dtype of the fused ops in a synced layer of a tower on a device, forward and backward, as a set."""
-    with tf.Graph().as_default() as graph:
-        placeholder = tf.placeholder(dtype, shape)
-        replicas = towers.TowerBuilder([device]).build(
-            lambda x: tf.reduce_sum(tf.cast(tf_syncbn.sync_batch_norm(x + x, axis), tf.float32) ** 2), (placeholder,))
-        tf.gradients(replicas[0].loss, placeholder)
-        definition = graph.as_graph_def()
-    nodes = list(definition.node) + [node for function in definition.library.function for node in function.node_def]
-    fused = [node for node in nodes if "FusedBatchNorm" in node.op]
-    return {(node.attr["data_format"].s.decode(), tf.as_dtype(node.attr["T"].type)) for node in fused}
-
-
-@pytest.mark.parametrize("shape,takes", [
-    ([65535, 3], True), ([65536, 3], False), ([None, 3], False), ([65536, 1, 1, 3], False), ([None, None, 3], True),
-    ([2, 65536, 3], True), ([2, 64, 32, 32, 3], True)])
-def test_a_gpus_fused_op_gets_no_more_images_than_cudnn_takes(shape, takes):
-    assert bool(fused_ops("/gpu:0", shape)) == takes
-    assert fused_ops("/cpu:0", shape)
-
-
-@pytest.mark.parametrize("shape,dtype,expected", [
-    ([8, 4, 16, 16], tf.float32, {("NCHW", tf.float32)}),
-    ([8, 4, 16, 16], tf.float16, {("NCHW", tf.float16), ("NCHW", tf.float32)}),
-    ([8, 4, 16, 16], tf.float64, set()), ([8, 4, 16], tf.float32, set())])
-def test_channels_first_take_the_fused_op_on_a_gpu_alone(shape, dtype, expected, monkeypatch):
-    assert not fused_ops("/cpu:0", shape, 1, dtype)
-    monkeypatch.setattr(tf.config.experimental, "list_physical_devices", lambda *_: [])
-    assert not fused_ops("/gpu:0", shape, 1, dtype)  # a CPU will stand in, and takes no channels first
-    monkeypatch.setattr(tf.config.experimental, "list_physical_devices", lambda *_: ["a GPU"])
-    assert fused_ops("/gpu:0", shape, 1, dtype) == expected
-
-
-def test_float16_reaches_a_gpus_fused_op_as_it_is(monkeypatch):
-    monkeypatch.setattr(tf.config.experimental, "list_physical_devices", lambda *_: [])
-    assert fused_ops("/gpu:0", [8, 16, 16, 4], 3, tf.float16) == {("NHWC", tf.float32)}
-    monkeypatch.setattr(tf.config.experimental, "list_physical_devices", lambda *_: ["a GPU"])
-    assert ("NHWC", tf.float16) in fused_ops("/gpu:0", [8, 16, 16, 4], 3, tf.float16)
-    assert fused_ops("/gpu:0", [8, 16, 16, 4], 3, tf.bfloat16) == {("NHWC", tf.float32)}
-
-
-def test_float16_and_bfloat16_reach_a_cpus_fused_ops_as_they_are_where_they_are_large():
-    def dtypes(shape, dtype):
-        return {dtype for _, dtype in fused_ops("/cpu:0", shape, 3, dtype)}
-
-    is_1 = tf.__version__.startswith("1.")
-    for dtype in [tf.bfloat16] + [tf.float16] * (not is_1):
-        for shape in ([8, 32, 32, 64], [None, None, None, 64]):
-            assert dtypes(shape, dtype) - ({tf.float32} if dtype == tf.float16 else set()) == {dtype}
-        assert dtypes([8, 4, 4, 64], dtype) == ({tf.float32} if runs_onednn() or is_1 else set())
-    assert not is_1 or dtypes([8, 32, 32, 64], tf.float16) == {tf.float32}
-
-
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
-def test_float16_and_bfloat16_gradients_are_rid_of_what_the_moments_take_away(dtype):
+@pytest.mark.parametrize("machine", [None] + sorted(MACHINES))
+def test_float16_and_bfloat16_gradients_are_rid_of_what_the_moments_take_away(machine, dtype):
     """Parts of a gradient that are added up after they were rounded lose what is small beside them, always to the same side."""
     rng = np.random.RandomState(0)
     x, dy = (tf.cast(tf.constant(rng.randn(128, 28, 28, 16), tf.float32), dtype) for _ in range(2))
@@ -551,24 +483,12 @@ def test_float16_and_bfloat16_gradients_are_rid_of_what_the_moments_take_away(dt
         gamma = tf.constant_initializer(1.37)
         return tf.gradients(tf_syncbn.sync_batch_norm(x, epsilon=EPSILON, gamma_initializer=gamma), x, dy)[0]
 
-    replicas = build(model, (x, dy), 2)
+    with running_on(machine, False):
+        replicas = build(model, (x, dy), 2)
     x, dy, dx = (np.float64(a).reshape(-1, 16) for a in run([tf.cast(t, tf.float32) for t in (x, dy, replicas.merged())]))
     hat, scale = normalized(x, 1, 1.0, 0.0)[0], 1.37 / np.sqrt(x.var(0) + EPSILON)
     for part in (1, hat):
         assert np.square((dx * part).sum(0)).mean() <= 0.01 ** 2 * np.square((scale * dy * part).sum(0)).mean()
-
-
-@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
-def test_moments_cast_their_input_once(dtype):
-    """Grappler moves a cast behind the reshapes that read it, where each would have one of its own."""
-    with tf.device("/cpu:0"):
-        x = tf.random_normal([8, 28, 28, 64], dtype=dtype)
-    ran = tf.RunMetadata()
-    with session() as made:
-        moments = whole_batch._local_moments(x, None, 3, "matmul")
-        made.run(moments, options=tf.RunOptions(output_partition_graphs=True), run_metadata=ran)
-    nodes = [node for graph in ran.partition_graphs for node in graph.node]
-    assert sum(node.op == "Cast" and node.attr["SrcT"].type == dtype.as_datatype_enum for node in nodes) == 1
 
 
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16])

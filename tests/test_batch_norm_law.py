@@ -4,7 +4,6 @@ Per channel the results are NumPy's within a tolerance where a channel has at le
 deviations; beyond that they are as near as the same steps come in NumPy. Rounded inputs are what NumPy is given too.
 """
 from typing import Any, NamedTuple, Optional
-from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -15,8 +14,8 @@ import tf_syncbn
 import towers
 from tests.batch_norm_oracle import (
     frozen, gradients, group_variances, in_steps, largest, normalized, numerical_gradient)
+from tests.kernel_machines import MACHINES, running_on
 from tests.support import build, session
-from tf_syncbn import whole_batch
 
 # Of the largest value. Moving averages and gradients of gamma and beta are float32 under float16 inputs, and held to that.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
@@ -49,6 +48,7 @@ class Case(NamedTuple):
     epsilon: float
     training: Any  # True, False, or "fed True" and "fed False", what a placeholder is fed
     static: bool  # whether shapes are known while the graph is built
+    machine: Optional[str]  # whose kernels are chosen, None for this one's
     small: bool  # whether kernels are those of small tensors; all here are
     mean_over_std: float
     std: float
@@ -111,7 +111,8 @@ def cases(draw, few_values=False, trainings=(True,), mean_over_std=(0.0, 1.0, 10
         [sum(sizes)] + inner, axis - draw(st.sampled_from([0, rank])), sizes, num_towers == 1 and draw(st.booleans()),
         group_size, draw(st.sampled_from(dtypes)), mask, draw(st.sampled_from(poisons)), draw(st.booleans()),
         draw(st.booleans()), draw(st.sampled_from([0.0, 0.3, 0.9, 0.99])), draw(st.sampled_from([1e-5, 1e-3, 0.1])), training,
-        draw(st.sampled_from(STATIC)), draw(st.booleans()), draw(st.sampled_from(mean_over_std)),
+        draw(st.sampled_from(STATIC)), draw(st.sampled_from([None] + sorted(MACHINES))), draw(st.booleans()),
+        draw(st.sampled_from(mean_over_std)),
         draw(st.sampled_from([0.1, 1.0, 4.0])), draw(st.sampled_from(orders)), few_values and draw(st.booleans()),
         draw(st.booleans()), draw(st.integers(0, 10**6)))
 
@@ -231,7 +232,7 @@ def build_towers(function, case, fed):
 
 def run_layer(case, data):
     """Returns what sync_batch_norm makes of a case, by name, in float64."""
-    with tf.Graph().as_default(), mock.patch.object(whole_batch, "is_small", lambda *_: case.small):
+    with tf.Graph().as_default(), running_on(case.machine, case.small):
         fed = feed(case, data)
         ys, updates = build_towers(lambda x: apply_layer(case, data, x, fed), case, fed)
         affine = tf.trainable_variables()

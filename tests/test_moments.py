@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from tests.batch_norm_oracle import largest
 from tests.support import run, session
 from tf_syncbn.kernels.graph_function import call
-from tf_syncbn.kernels.moments import add_along, channel_sums, local_moments, merge, multiply_along, unpack
+from tf_syncbn.kernels.local_moments import moments_as_it_is, moments_by_differences
+from tf_syncbn.kernels.moments import merge, unpack
+from tf_syncbn.kernels.rows import add_along, multiply_along
+from tf_syncbn.kernels.sums import channel_sums
 
 CHANNELS = 3
 # Of means in standard deviations, of variances. float16 is summed in float32.
@@ -16,13 +19,13 @@ TOLERANCES = {"float16": (2e-6, 2e-5), "float32": (2e-6, 2e-5), "float64": (1e-1
 OF_TWO_VALUES = 3  # times as much: the rounding of each sum of equal numbers errs to the same side
 
 
-@pytest.mark.parametrize("sums_by", ["reduce", "matmul", "long matmul"])
+@pytest.mark.parametrize("product", [0, 512, 16384])
 @pytest.mark.parametrize("count", [1 << 16, (1 << 16) - 1])
-def test_sums_of_many_rows_are_nearer_than_row_added_to_row(sums_by, count):
+def test_sums_of_many_rows_are_nearer_than_row_added_to_row(product, count):
     x = np.square(np.random.RandomState(0).randn(count, 16)).astype(np.float32)
     exact = x.sum(0, dtype=np.float64)
     assert largest(np.add.reduce(x, 0) / exact - 1) > 1e-5  # row to row
-    assert largest(run(channel_sums(tf.constant(x), 1, sums_by)) / exact - 1) < 3e-6
+    assert largest(run(channel_sums(tf.constant(x), 1, product)) / exact - 1) < 3e-6
 
 
 @pytest.mark.parametrize("shape", [[64, 3], [63, 3], [4, 3, 600], [0, 3], [8, 2, 0]])
@@ -30,7 +33,7 @@ def test_products_with_vectors_are_the_same_by_joined_rows(shape):
     rng = np.random.RandomState(0)
     x, vector = rng.randn(*shape), rng.randn(shape[-1])
     for function, expected in ((add_along, x + vector), (multiply_along, x * vector)):
-        np.testing.assert_array_equal(run(function(tf.constant(x), tf.constant(vector), len(shape) - 1, joins=True)), expected)
+        np.testing.assert_array_equal(run(function(tf.constant(x), tf.constant(vector), len(shape) - 1, 512)), expected)
 
 
 def rows_of(count, means, order, dtype=np.float32):
@@ -43,14 +46,14 @@ def rows_of(count, means, order, dtype=np.float32):
 @hypothesis.given(st.integers(0, 3000), st.booleans(), st.lists(st.sampled_from([0.0, -1.0, 3.0, 3.9, 4.1, 10.0, 1e2, 1e4]),
                                                                 min_size=CHANNELS, max_size=CHANNELS),
                   st.booleans(), st.sampled_from(["drawn", "sorted", "of two values"]), st.sampled_from(sorted(TOLERANCES)),
-                  st.sampled_from(["matmul", "long matmul"]))
-def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant, order, dtype, sums_by):
+                  st.sampled_from([0, 64, 128]))
+def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant, order, dtype, product):
     x = rows_of(count, means, order, dtype)
     if constant:
         x[:, 0] = means[0]
     with tf.Graph().as_default(), session() as made:
         fed = tf.placeholder(dtype, x.shape if is_known else [None, CHANNELS])
-        packed = call(local_moments, fed, None, axis=1, sums_by=sums_by, as_it_is=True)
+        packed = call(moments_as_it_is, fed, product=product)
         n, mean, variance = made.run(unpack(merge(packed)), {fed: x})
     assert n == count and (variance >= 0).all()
     if count:
@@ -70,13 +73,13 @@ def test_variance_is_right_where_the_rows_that_differences_are_taken_from_are_al
     x[:count // 9] = 9.93
     with tf.Graph().as_default(), session() as made:
         fed = tf.placeholder(tf.float32, x.shape if is_known else [None, CHANNELS])
-        _, _, variance = made.run(unpack(merge(call(local_moments, fed, None, axis=1, sums_by="reduce"))), {fed: x})
+        _, _, variance = made.run(unpack(merge(call(moments_by_differences, fed, None, axis=1))), {fed: x})
     assert largest(variance / x.astype(np.float64).var(0) - 1) < 1e-5
 
 
 @pytest.mark.parametrize("means,number", [
     ([0, 0, 0], 0), ([-3.5, 3.5, 0], 0), ([0, 4.5, 0], 16), ([0, np.nan, 0], 16), ([1e19, 0, 0], 16)])
 def test_rows_are_summed_again_where_a_mean_is_large(means, number):
-    local_moments(tf.constant(rows_of(1024, means, "drawn")), None, 1, "matmul", as_it_is=True)
+    moments_as_it_is(tf.constant(rows_of(1024, means, "drawn")), 64)
     differences, = [op.outputs[0] for op in tf.get_default_graph().get_operations() if op.type == "BiasAdd"]
     assert run(differences).shape == (number, 64, CHANNELS)

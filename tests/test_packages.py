@@ -18,12 +18,15 @@ ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "t
                     "placement", "batch", "shares", "sharing", "graph_walk", "global_loss", "graph_collections", "functions",
                     "likeness", "twins", "state", "empty_batches", "keras3", "builder", "update_ops", "overlap", "gradients",
                     "transforms", "training", "assignment", "testing"],
-         "tf_syncbn": ["kernels.graph_function", "kernels.moments", "arguments", "kernels.normalization", "moving_averages",
-                       "renormalization", "whole_batch", "batch_norm", "slim", "conversion.dependence", "conversion.factors",
-                       "conversion.axis_rules", "conversion.layout", "conversion.counts", "conversion.fused_batch_norms",
-                       "conversion.roots", "conversion.detection", "conversion.crossings", "conversion.replacement",
-                       "conversion.convert", "conversion.__init__", "recalibration", "checkpoints.variable_names",
-                       "checkpoints.files", "checkpoints.__init__", "checkpoints.__main__", "kernels.__init__"]}
+         "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",
+                       "kernels.reference", "kernels.fused_op", "kernels.cudnn", "kernels.onednn", "kernels.eigen_tf1",
+                       "kernels.eigen_small", "kernels.eigen", "kernels.__init__", "kernels.choose", "kernels.inference",
+                       "arguments", "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",
+                       "conversion.dependence", "conversion.factors", "conversion.axis_rules", "conversion.layout",
+                       "conversion.counts", "conversion.fused_batch_norms", "conversion.roots", "conversion.detection",
+                       "conversion.crossings", "conversion.replacement", "conversion.convert", "conversion.__init__",
+                       "recalibration", "checkpoints.variable_names", "checkpoints.files", "checkpoints.__init__",
+                       "checkpoints.__main__"]}
 
 
 def imports(path):
@@ -33,7 +36,9 @@ def imports(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+            folder = ROOT / node.module.replace(".", "/")
+            found |= {node.module + "." + alias.name if (folder / (alias.name + ".py")).exists() else node.module
+                      for alias in node.names}
     return found
 
 

@@ -1,7 +1,7 @@
 """What `sync_batch_norm` may be given: each argument checked while the graph is built, with the layer's name in the message."""
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.moments import accumulator
+from tf_syncbn.kernels.rows import accumulator
 
 __all__ = ["check_axis", "check_mask", "check_numbers", "check_training"]
 

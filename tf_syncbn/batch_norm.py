@@ -5,8 +5,8 @@ import tensorflow.compat.v1 as tf
 
 from towers.exchanges import tower_here
 from tf_syncbn.arguments import check_axis, check_mask, check_numbers, check_training
-from tf_syncbn.kernels.moments import accumulator
-from tf_syncbn.kernels.normalization import normalize
+from tf_syncbn.kernels.rows import accumulator
+from tf_syncbn.kernels.inference import normalize_by_averages
 from tf_syncbn.moving_averages import AveragedLayer, collect_updates, moving_average_steps, remember_layer, update_ops
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 from tf_syncbn.whole_batch import Normalization, normalize_over_towers
@@ -122,7 +122,7 @@ def sync_batch_norm(
         gamma, beta, mean, variance = (  # a custom getter may hand out float16
             v if v is None else tf.cast(tf.convert_to_tensor(v), dtype) for v in [gamma, beta] + moving[:2])
         if training is False:
-            return tf.identity(normalize(inputs, mean, variance, gamma, beta, epsilon, axis), name="output")
+            return tf.identity(normalize_by_averages(inputs, mean, variance, gamma, beta, epsilon, axis), name="output")
 
         how = Normalization(axis, epsilon, group_size)
         mask = check_mask(mask, inputs, axis, scope.name)

@@ -11,16 +11,13 @@ from towers.cross_tower import cross_tower_sum_at
 from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
 from towers.gradient_hook import with_gradient
 from towers.private import runs_onednn
+from tf_syncbn.kernels import fused_op, reference
+from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
-from tf_syncbn.kernels.moments import accumulator, along, is_small, local_moments, merge_groups, unpack
-from tf_syncbn.kernels.normalization import (Ops, data_format, fused_statistics, gradient_sums, has_few_images, input_gradient,
-                                             normalize_by, normalize_by_one_op)
+from tf_syncbn.kernels.moments import merge_groups, unpack
+from tf_syncbn.kernels.rows import along
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
-
-# Numbers of a tensor up to which moments by differences are faster, on CPU. Four towers of 0.25 and 0.5 MB, forward and
-# backward: by sums of them as they are 0.87 and 0.94 of the time on 1.15.5, 0.90 and 0.91 with oneDNN, 1.3 and 1.2 without.
-_BY_DIFFERENCES = {"matmul": 1 << 15, "long matmul": 1 << 17}
 
 
 class Normalization(NamedTuple):
@@ -30,13 +27,12 @@ class Normalization(NamedTuple):
       axis: int, the channels' axis, not negative.
       epsilon: float, added to the variance.
       group_size: int, moments are shared by groups of so many consecutive towers; None is all towers.
-      sums_by, ops: how the kernels compute, see `tf_syncbn.kernels.normalization`; set here.
+      kernels: a module, see `tf_syncbn.kernels.choose.Strategy`; set here.
     """
     axis: int
     epsilon: float
     group_size: Any = None
-    sums_by: str = "reduce"
-    ops: Ops = Ops()
+    kernels: Any = reference
 
 
 def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, frozen=None, correct=None, arguments=()):
@@ -73,9 +69,10 @@ def _span(tower, *inputs):
 
 
 def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, correct, arguments):
-    sums_by, ops = _fastest(x, how.axis, mask, tower)
-    how = how._replace(sums_by=sums_by, ops=ops)
-    packed = _local_moments(x, mask, how.axis, how.sums_by)
+    layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
+    strategy = choose(layer, machine)
+    how = how._replace(kernels=strategy.kernels)
+    packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
     channels = tf.dimension_value(x.shape[how.axis])
     merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
     if correct is not None:
@@ -92,18 +89,17 @@ def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, c
     if training is not None:
         used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
     optional = (gamma, beta, mask, training)
-    takes_dtype = x.dtype == tf.float32 or x.dtype == tf.float16 and _on_gpu(x, tower)
-    if how.ops.fused and not how.ops.joins and takes_dtype and x.shape.rank == 4:
-        # With oneDNN, Grappler makes one op of the fused op and of a ReLU that reads it, but not through a kernel's call or
-        # an identity_n. So the layer's gradient stands in front of the op, whose own gradient hands dy on to it.
+    if strategy.as_one_op(layer, machine):
+        # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op, whose
+        # own gradient hands dy on to it.
         x = _with_gradient(place, how, x, used, x, optional)
-        mean, variance = call(fused_statistics, used, epsilon=how.epsilon)
+        mean, variance = call(fused_op.statistics, used, epsilon=how.epsilon)
         y, = with_gradient(
-            "SyncBatchNormOutput", lambda: [normalize_by_one_op(x, mean, variance, gamma, beta, how.epsilon,
-                                                                data_format(x, how.axis))],
+            "SyncBatchNormOutput", lambda: [fused_op.normalize_images(x, mean, variance, gamma, beta, how.epsilon,
+                                                                      fused_op.data_format(x, how.axis))],
             ("FusedBatchNormV2", "FusedBatchNormV3"))
         return y, whole
-    y = call(normalize_by, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon, ops=how.ops)
+    y = call(how.kernels.normalize, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon)
     return _with_gradient(place, how, y, used, x, optional), whole
 
 
@@ -125,45 +121,21 @@ def moments_over_towers(x, axis, tower):
 
 
 def _moments_over_towers(x, axis, tower):
-    packed = _local_moments(x, None, axis, _fastest(x, axis, None, tower)[0])
+    kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
+    packed = call(kernels.local_moments, x, None, axis=axis)
     results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
     place, whole = _meet(packed, _whole, results, tower, {"axis": axis})
     return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
 
 
-def _local_moments(x, mask, axis, sums_by):
-    # Sums of rows as they are take more ops than small tensors are worth. On a GPU the second would have to wait for the first.
-    as_it_is = sums_by != "reduce" and not is_small(x, _BY_DIFFERENCES[sums_by])
-    return call(local_moments, x, mask, axis=axis, sums_by=sums_by, as_it_is=as_it_is)
-
-
-def _fastest(x, axis, mask, tower):
-    """Returns how `channel_sums` is to sum and which ops the kernels are to use; see `tf_syncbn.kernels.normalization`."""
-    on_cpu = tower is not None and "CPU" in tower.device.upper()
-    by_eigen, is_1 = on_cpu and not runs_onednn(), tf.__version__.startswith("1.")
-    sums_by = "reduce" if not on_cpu else "long matmul" if by_eigen and not is_1 else "matmul"
-    is_last = axis == x.shape.rank - 1
-    takes_axis = is_last or axis == 1 and x.shape.rank == 4 and _on_gpu(x, tower)
-    if accumulator(x.dtype) != tf.float32 or not takes_axis or not (on_cpu or has_few_images(x)):
-        return sums_by, Ops()
-    sums_gradient = mask is None and is_last
-    if on_cpu and (x.dtype == tf.bfloat16 or x.dtype == tf.float16 and not is_1) and not is_small(x):
-        return sums_by, Ops(fused=True, joins=by_eigen or x.dtype == tf.float16, sums_gradient=sums_gradient, narrow=True,
-                            narrow_gradient=sums_gradient and _is_fast(x.dtype))
-    if by_eigen:
-        return sums_by, Ops(fused=is_1 or not is_small(x), joins=not is_1)
-    return sums_by, Ops(fused=True, sums_gradient=sums_gradient)
-
-
-def _is_fast(dtype):
-    """Tells whether TensorFlow's ops on CPU are as fast in float16 or bfloat16 as with casts to float32 and back."""
-    return dtype == tf.bfloat16 or [int(part) for part in tf.__version__.split(".")[:2]] >= [2, 21]
-
-
-def _on_gpu(x, tower):
-    """Tells whether a tower's kernel of `x` is going to run on a GPU, not on a CPU that stands in for one."""
+def machine_of(x, tower):
+    """Returns the `Machine` that a tower's kernels of `x` are going to run on."""
+    generation = int(tf.__version__.split(".")[0])
+    if tower is not None and "CPU" in tower.device.upper():
+        return Machine("CPU", generation, runs_onednn())
+    # Not a CPU that stands in for a GPU.
     on_gpu = tower is not None and "GPU" in tower.device.upper() and "CPU" not in x.device.upper()
-    return on_gpu and bool(tf.config.experimental.list_physical_devices("GPU"))
+    return Machine("GPU" if on_gpu and tf.config.experimental.list_physical_devices("GPU") else None, generation, False)
 
 
 def _merged(group_size):
@@ -222,17 +194,17 @@ def _layer_gradient(op, dy, d_moments, place, how, optional):
     moments, x = op.outputs[1], op.inputs[2]
     given = iter(op.inputs[3:])
     gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
-    options = {"axis": how.axis, "epsilon": how.epsilon, "ops": how.ops, "plain": {"ops": Ops()}}
+    options = {"axis": how.axis, "epsilon": how.epsilon}
     with tf.name_scope("exchange"):
-        scales = how.ops.sums_gradient and not how.ops.narrow_gradient  # rounded, it would be of no use
-        sums, *scaled = call_with_gradient(gradient_sums, dy, x, moments, gamma, masked=mask is not None,
-                                           sums_by=how.sums_by, scales=scales, **options)
+        sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, moments, gamma, masked=mask is not None,
+                                           plain=reference.gradient_sums, **options)
         d_beta, d_gamma, scale = tf.unstack(sums)
         totals = sums if _is_zeros(d_moments) else tf.concat([sums, tf.reshape(d_moments[1:], [2, -1])], 0)
         if place is not None:
             totals = cross_tower_sum_at(place, totals, how.group_size)
     dy, scaled = (None, scaled[0]) if scaled else (dy, None)
-    dx, = call_with_gradient(input_gradient, dy, x, moments, scale, totals, scaled, training, mask, **options)
+    dx, = call_with_gradient(how.kernels.input_gradient, dy, x, moments, scale, totals, scaled, training, mask,
+                             plain=reference.input_gradient, **options)
     of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
     return [None, None, dx] + of_optional
 
@@ -245,7 +217,7 @@ def _sync_moments_gradient(op, d_moments, _):
         with tf.name_scope("exchange"):
             if place is not None:
                 d_moments = cross_tower_sum_at(place, d_moments)
-        dx, = call_with_gradient(_moments_gradient, op.inputs[1], op.outputs[0], d_moments, axis=axis, plain={})
+        dx, = call_with_gradient(_moments_gradient, op.inputs[1], op.outputs[0], d_moments, axis=axis, plain=_moments_gradient)
     return None, dx
 
 

@@ -13,7 +13,8 @@ from towers.private import branch_of, rewire, wait_only_for
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
 from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
-from tf_syncbn.kernels.moments import accumulator, unpack
+from tf_syncbn.kernels.moments import unpack
+from tf_syncbn.kernels.rows import accumulator
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
 

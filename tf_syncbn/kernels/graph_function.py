@@ -54,8 +54,8 @@ def call_with_gradient(kernel, *tensors, plain, **static):
 
     Args:
       kernel, *tensors: see `call`; the kernel returns a tuple.
-      plain: dict of static values that make the kernel compute the same by ops that may be differentiated. Its gradient is
-        that of those ops, built only where someone asks for it.
+      plain: a function of the same arguments that computes the same, and perhaps more outputs, by ops that may be differentiated.
+        The gradient is that of those ops, built only where someone asks for it.
       **static: see `call`.
 
     Returns:
@@ -63,7 +63,7 @@ def call_with_gradient(kernel, *tensors, plain, **static):
     """
     outputs = call(kernel, *tensors, **static)
     given = tuple(tensor is not None for tensor in tensors)
-    detail = kernel, dict(static, **plain), len(outputs), given
+    detail = plain, static, len(outputs), given
     passed_on = list(outputs) + [t for t in tensors if t is not None]
     results = pass_with_gradient("PlainKernel", passed_on, None, detail, "with_gradient")
     return tuple(results[:len(outputs)])
@@ -71,12 +71,12 @@ def call_with_gradient(kernel, *tensors, plain, **static):
 
 @tf.RegisterGradient("PlainKernel")
 def _plain_gradient(op, *d_outputs):
-    _, (kernel, static, num_outputs, given) = gradient_place(op)
+    _, (plain, static, num_outputs, given) = gradient_place(op)
     # Where a loop is differentiated, ops that are given `op.inputs` read what the loop kept of each turn in their place.
     inputs = [tf.identity(tensor) for tensor in op.inputs[num_outputs:]]
     tensors = iter(inputs)
     # Partial derivatives: among the inputs are some that others depend on.
-    outputs = kernel(*[next(tensors) if there else None for there in given], **static)
+    outputs = plain(*[next(tensors) if there else None for there in given], **static)[:num_outputs]
     d_outputs = [tf.convert_to_tensor(dy) for dy in d_outputs[:num_outputs]]
     d_inputs = tf.gradients(list(outputs), inputs, d_outputs, stop_gradients=inputs)
     return [None] * num_outputs + d_inputs

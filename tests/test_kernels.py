@@ -1,0 +1,182 @@
+"""The strategies of kernels: which is chosen for which layer and machine, and each against NumPy in float64."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.batch_norm_oracle import gradients, largest, normalized
+from tests.kernel_machines import MACHINES, running_on
+from tests.support import build, run, session
+from tf_syncbn.kernels import eigen, eigen_tf1, onednn, reference
+from tf_syncbn.kernels.choose import STRATEGIES, Layer, Machine, choose
+from tf_syncbn.kernels.graph_function import call
+from tf_syncbn.whole_batch import machine_of
+
+EPSILON = 1e-3
+GPU, UNKNOWN, ONEDNN = Machine("GPU", 2, False), Machine(None, 2, False), Machine("CPU", 2, True)
+EIGEN, EIGEN_TF1 = Machine("CPU", 2, False), Machine("CPU", 1, False)
+each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+
+
+def chosen(shape, dtype, axis, machine):
+    return choose(Layer(tf.TensorShape(shape), dtype, axis), machine)
+
+
+@pytest.mark.parametrize("shape,dtype,axis,machine,expected", [
+    ([64, 32, 32, 16], tf.float32, 3, GPU, "cudnn"), ([64, 32, 32, 16], tf.float32, 3, UNKNOWN, "cudnn"),
+    ([64, 32, 32, 16], tf.float32, 3, ONEDNN, "onednn"), ([64, 32, 32, 16], tf.float32, 3, EIGEN_TF1, "eigen_tf1"),
+    ([64, 32, 32, 16], tf.float32, 3, EIGEN, "eigen"), ([8, 8, 8, 16], tf.float32, 3, EIGEN, "eigen_small"),
+    ([None, 8, 8, 16], tf.float32, 3, EIGEN, "eigen"), ([8, 8, 8, 16], tf.float32, 3, ONEDNN, "onednn"),
+    ([8, 16, 8, 8], tf.float32, 1, GPU, "cudnn"), ([8, 16, 8, 8], tf.float32, 1, UNKNOWN, "reference"),
+    ([8, 16, 8, 8], tf.float32, 1, ONEDNN, "reference"), ([8, 16, 8, 8], tf.float32, 1, EIGEN, "reference"),
+    ([8, 16, 8], tf.float32, 1, GPU, "reference"), ([8, 16], tf.float64, 1, GPU, "reference"),
+    ([8, 16], tf.float64, 1, ONEDNN, "reference"), ([8, 16], tf.float64, 1, EIGEN_TF1, "reference"),
+    ([8, 8, 8, 16], tf.float16, 3, GPU, "cudnn"), ([64, 32, 32, 16], tf.bfloat16, 3, EIGEN, "eigen"),
+    ([64, 32, 32, 16], tf.float16, 3, ONEDNN, "onednn")])
+def test_the_first_strategy_that_fits_is_chosen(shape, dtype, axis, machine, expected):
+    assert chosen(shape, dtype, axis, machine).name == expected
+
+
+@pytest.mark.parametrize("shape,takes", [
+    ([65535, 3], True), ([65536, 3], False), ([None, 3], False), ([65536, 1, 1, 3], False), ([None, None, 3], True),
+    ([2, 65536, 3], True), ([2, 64, 32, 32, 3], True)])
+def test_a_gpus_fused_op_gets_no_more_images_than_cudnn_takes(shape, takes):
+    assert (chosen(shape, tf.float32, len(shape) - 1, GPU).name == "cudnn") == takes
+    assert chosen(shape, tf.float32, len(shape) - 1, ONEDNN).name == "onednn"
+
+
+@pytest.mark.parametrize("dtype,machine,expected", [
+    (tf.float32, GPU, True), (tf.float32, ONEDNN, True), (tf.float32, EIGEN, False), (tf.float32, EIGEN_TF1, False),
+    (tf.float16, GPU, True), (tf.float16, ONEDNN, False), (tf.bfloat16, GPU, False)])
+def test_the_output_is_the_fused_op_itself_where_a_relu_becomes_part_of_it(dtype, machine, expected):
+    layer = Layer(tf.TensorShape([64, 32, 32, 16]), dtype, 3)
+    assert choose(layer, machine).as_one_op(layer, machine) == expected
+    rows = Layer(tf.TensorShape([64, 16]), dtype, 1)
+    assert not choose(rows, machine).as_one_op(rows, machine)
+
+
+def test_a_cpu_that_stands_in_for_a_gpu_runs_no_kernels_of_a_gpu():
+    seen = []
+
+    def model(x):
+        seen.append(machine_of(x + x, towers.current_tower()))
+        return tf_syncbn.sync_batch_norm(x, 1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        towers.TowerBuilder(["/gpu:0"]).build(model, (tf.zeros([4, 3, 2, 2]),))
+    assert (seen[0].kind == "GPU") == bool(tf.config.experimental.list_physical_devices("GPU"))
+
+
+@each_strategy
+@pytest.mark.parametrize("given", ["plain", "gamma", "mask"])
+@pytest.mark.parametrize("shape", [[6, 4, 4, 3], [40, 3], [7, 3], [0, 4, 4, 3], [5, 2, 4, 4, 3], [8, 32, 32, 48]])
+def test_kernels_compute_what_the_reference_does(strategy, shape, given):
+    rng = np.random.RandomState(1)
+    dy, x = (tf.constant(rng.randn(*shape), tf.float32) for _ in range(2))
+    channels, axis = shape[-1], len(shape) - 1
+    gamma = tf.constant(rng.rand(channels) + 0.5, tf.float32) if given == "gamma" else None
+    mask = tf.constant(rng.randint(0, 2, shape[:-1] + [1]), tf.float32) if given == "mask" else None
+    moments = tf.constant(np.r_[[np.prod(shape[:-1])], rng.randn(channels) * 0.3, rng.rand(channels) + 0.5], tf.float32)
+    how, results = {"axis": axis, "epsilon": 1e-6}, []
+    totals = tf.constant(rng.randn(5, channels), tf.float32)
+    for kernels in (strategy.kernels, reference):
+        y = kernels.normalize(x, moments, gamma, gamma, **how)
+        sums, *scaled = kernels.gradient_sums(dy, x, moments, gamma, masked=mask is not None, **how)
+        dx, = kernels.input_gradient(dy, x, moments, sums[2], totals, scaled[0] if scaled else None, None, mask, **how)
+        results.append([y, sums, dx])
+    for value, expected in zip(*run(results)):
+        assert largest(value - expected) <= 1e-5 * largest(expected) if value.size else value.shape == expected.shape
+
+
+@pytest.mark.parametrize("machine", sorted(MACHINES))
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("shape,mean", [([12, 16, 16, 48], 2), ([512, 24], 0), ([9, 700, 5], 100), ([6, 3, 5, 7, 4], 1)])
+def test_layers_of_every_strategy_equal_numpy(shape, mean, machine, small):
+    rng = np.random.RandomState(0)
+    x, dy = ((rng.randn(*shape) + offset).astype(np.float32) for offset in (mean, 0.5))
+    gamma, beta = rng.rand(shape[-1]) + 0.5, rng.randn(shape[-1])
+
+    def model(x, dy):
+        y = tf_syncbn.sync_batch_norm(x, epsilon=EPSILON, name="bn", gamma_initializer=tf.constant_initializer(gamma),
+                                      beta_initializer=tf.constant_initializer(beta))
+        return y, tf.gradients(y, [x] + tf.trainable_variables(), dy)
+
+    with running_on(machine, small):
+        replicas = build(model, (tf.constant(x), tf.constant(dy)), 2)
+    outputs = run([tower.outputs for tower in replicas])
+    y, dx = (np.concatenate(parts) for parts in ([y for y, _ in outputs], [d[0] for _, d in outputs]))
+    d_gamma, d_beta = (sum(np.float64(d[i]) for _, d in outputs) for i in (1, 2))
+    axis = len(shape) - 1
+    for value, right in zip((y, dx, d_gamma, d_beta), (normalized(x, axis, gamma, beta)[0], *gradients(x, dy, axis, gamma))):
+        assert largest(value - right) <= 1e-5 * max(mean, 1) * largest(right)
+
+
+@each_strategy
+@pytest.mark.parametrize("dtype,unit", [(tf.float16, 2.0 ** -11), (tf.bfloat16, 2.0 ** -8)])
+def test_half_precision_is_computed_in_float32_and_rounded_once(strategy, dtype, unit):
+    rng = np.random.RandomState(1)
+    dy, x = (tf.cast(tf.constant(rng.randn(9, 5, 7, 3) + mean, tf.float32), dtype) for mean in (30, 10))
+    moments, gamma = tf.constant([315, 10, 11, 9.5, 1.1, 0.9, 1.3], tf.float32), tf.constant([0.5, 1.0, 2.0])
+    wide_dy, wide_x = (tf.cast(t, tf.float32) for t in (dy, x))
+    totals, how = tf.constant(rng.randn(5, 3) * 1e3, tf.float32), {"axis": 3, "epsilon": 1e-3}
+
+    def results(dy, x, kernels):
+        y = kernels.normalize(x, moments, gamma, gamma, **how)
+        sums, *scaled = kernels.gradient_sums(dy, x, moments, gamma, masked=False, **how)
+        dx, = kernels.input_gradient(dy, x, moments, sums[2], totals, scaled[0] if scaled else None, None, None, **how)
+        return [tf.cast(t, tf.float32) for t in (y, sums, dx)]
+
+    (y, sums, dx), (wide_y, wide_sums, wide_dx) = run([results(dy, x, strategy.kernels), results(wide_dy, wide_x, reference)])
+    np.testing.assert_allclose(sums, wide_sums, rtol=1e-5)
+    for a, b in ((y, wide_y), (dx, wide_dx)):
+        assert (np.abs(a - b) <= unit * np.abs(b) * 1.001 + 1e-4).all()
+
+
+@pytest.mark.parametrize("kernels", [onednn, eigen, eigen_tf1])
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
+def test_moments_as_it_is_cast_their_input_once(kernels, dtype):
+    """Grappler moves a cast behind the reshapes that read it, where each would have one of its own."""
+    with tf.device("/cpu:0"):
+        x = tf.random_normal([8, 28, 28, 64], dtype=dtype)
+    ran = tf.RunMetadata()
+    with session() as made:
+        moments = call(kernels.local_moments, x, None, axis=3)
+        made.run(moments, options=tf.RunOptions(output_partition_graphs=True), run_metadata=ran)
+    nodes = [node for graph in ran.partition_graphs for node in graph.node]
+    assert sum(node.op == "Cast" and node.attr["SrcT"].type == dtype.as_datatype_enum for node in nodes) == 1
+
+
+def ancestors_of(op):
+    """Returns the ops that an op waits for, itself among them."""
+    found, left = set(), [op]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
+    return found
+
+
+@each_strategy
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
+def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(strategy, dtype):
+    dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
+    moments, totals, scale = (tf.placeholder(tf.float32, shape) for shape in ([7], [3, 3], [3]))
+    strategy.kernels.gradient_sums(dy, x, moments, None, masked=False, axis=3, epsilon=1e-3)
+    strategy.kernels.input_gradient(dy, x, moments, scale, totals, None, None, None, axis=3, epsilon=1e-3)
+    for op in tf.get_default_graph().get_operations():
+        if x.op in ancestors_of(op) - {op} and op.type not in ("Shape", "Const"):
+            assert {dy.op, totals.op} & ancestors_of(op), op
+
+
+@each_strategy
+def test_sums_are_products_with_ones_on_a_cpu_alone_for_a_gpu_would_round_their_inputs(strategy):
+    dy, x, moments = tf.placeholder(tf.float32, [512, 3]), tf.placeholder(tf.float32, [512, 3]), tf.placeholder(tf.float32, [7])
+    strategy.kernels.local_moments(x, None, axis=1)
+    strategy.kernels.gradient_sums(dy, x, moments, None, masked=True, axis=1, epsilon=1e-3)
+    products = [op for op in tf.get_default_graph().get_operations() if op.type == "MatMul"]
+    assert bool(products) == (strategy.name not in ("cudnn", "reference"))

@@ -1,0 +1,88 @@
+"""Which kernels a layer runs: one ordered table of strategies, of which the first that fits is taken.
+
+What was measured for each row stands in docs/kernels.md.
+"""
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from tf_syncbn.kernels import cudnn, eigen, eigen_small, eigen_tf1, onednn, reference
+from tf_syncbn.kernels.fused_op import has_few_images
+from tf_syncbn.kernels.rows import accumulator, is_small
+
+__all__ = ["Layer", "Machine", "STRATEGIES", "Strategy", "choose"]
+
+
+class Layer(NamedTuple):
+    """What of a layer decides on its kernels.
+
+    Fields:
+      shape: `tf.TensorShape` of its input, of known rank.
+      dtype: `tf.DType` of its input.
+      axis: int, the channels' axis, not negative.
+    """
+    shape: tf.TensorShape
+    dtype: tf.DType
+    axis: int
+
+    @property
+    def is_last(self):
+        """Whether channels lie along the last axis."""
+        return self.axis == self.shape.rank - 1
+
+
+class Machine(NamedTuple):
+    """What of the machine decides.
+
+    Fields:
+      kind: "CPU", "GPU", or None where the device is not known.
+      generation: 1 or 2, TensorFlow's.
+      onednn: whether TensorFlow puts oneDNN's kernels in the place of its own on CPUs.
+    """
+    kind: Any
+    generation: int
+    onednn: bool
+
+
+class Strategy(NamedTuple):
+    """Kernels, and when they fit.
+
+    Fields:
+      name: str.
+      fits: a function of a `Layer` and a `Machine` that returns a bool.
+      kernels: a module with the functions `local_moments`, `normalize`, `gradient_sums` and `input_gradient`.
+      as_one_op: a function of a `Layer` and a `Machine`: whether the output is to be the fused op's own in the caller's graph,
+        where Grappler makes one op of it and of a ReLU that reads it.
+    """
+    name: str
+    fits: Any
+    kernels: Any
+    as_one_op: Any = lambda layer, machine: False
+
+
+def _is_cudnns(layer, machine):
+    takes_axis = layer.is_last or machine.kind == "GPU" and layer.axis == 1 and layer.shape.rank == 4
+    return machine.kind != "CPU" and takes_axis and accumulator(layer.dtype) == tf.float32 and has_few_images(layer)
+
+
+def _is_cpus(layer, machine):
+    return machine.kind == "CPU" and layer.is_last and accumulator(layer.dtype) == tf.float32
+
+
+def _is_image(layer, machine):
+    return layer.shape.rank == 4 and (layer.dtype == tf.float32 or layer.dtype == tf.float16 and machine.kind == "GPU")
+
+
+STRATEGIES = (
+    Strategy("cudnn", _is_cudnns, cudnn, _is_image),
+    Strategy("onednn", lambda layer, machine: _is_cpus(layer, machine) and machine.onednn, onednn, _is_image),
+    Strategy("eigen_tf1", lambda layer, machine: _is_cpus(layer, machine) and machine.generation == 1, eigen_tf1),
+    Strategy("eigen_small", lambda layer, machine: _is_cpus(layer, machine) and is_small(layer), eigen_small),
+    Strategy("eigen", _is_cpus, eigen),
+    Strategy("reference", lambda layer, machine: True, reference),
+)
+
+
+def choose(layer, machine):
+    """Returns the first of the `STRATEGIES` that fits a `Layer` on a `Machine`."""
+    return next(strategy for strategy in STRATEGIES if strategy.fits(layer, machine))
