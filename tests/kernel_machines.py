@@ -6,7 +6,7 @@ from tf_syncbn import whole_batch
 from tf_syncbn.kernels import choose as choice
 from tf_syncbn.kernels.choose import Machine
 
-MACHINES = {"unknown": Machine(None, 2, False), "onednn": Machine("CPU", 2, True),
+MACHINES = {"gpu": Machine("GPU", 2, False), "unknown": Machine(None, 2, False), "onednn": Machine("CPU", 2, True),
             "eigen of TensorFlow 1": Machine("CPU", 1, False), "eigen": Machine("CPU", 2, False)}
 
 

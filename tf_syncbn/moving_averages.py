@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import written_variable
 from tf_syncbn.kernels.graph_function import call
-from tf_syncbn.kernels.moments import unpack
+from tf_syncbn.kernels.moments import bessel, split
 
 __all__ = ["AveragedLayer", "averaged_layers", "collect_updates", "moving_average_steps", "remember_layer", "share_of_new",
            "steps_where_counted", "update_ops"]
@@ -49,7 +49,7 @@ def averaged_layers(graph, tower):
     return [layer for of_build, layer in getattr(graph, _LAYERS, []) if of_build is build]
 
 
-def moving_average_steps(moments, momentum, training, moving_mean, moving_variance, *, keep, unbiased):
+def moving_average_steps(moments, momentum, training, moving_mean, moving_variance, *, keep, unbiased, known=None):
     """Computes what to subtract from a moving mean and a moving variance: `(moving - new) (1 - momentum)`.
 
     Args:
@@ -59,14 +59,17 @@ def moving_average_steps(moments, momentum, training, moving_mean, moving_varian
       moving_mean, moving_variance: tensors [C], the present values.
       keep: float, the momentum where it is no tensor.
       unbiased: whether the moving variance takes `variance n / max(n - 1, 1)`.
+      known: int, the moments' count where that is known while the graph is built.
 
     Returns:
       Two tensors [C]; zeros where nothing was counted.
     """
-    count, mean, variance = unpack(moments)
+    count, mean, variance = split(moments)
     if unbiased:
-        variance *= count / tf.maximum(count - 1, 1)
+        variance *= known / max(known - 1, 1) if known else bessel(count)
     rate = share_of_new(momentum, keep, mean.dtype)
+    if training is None:  # then all moments are zeros where nothing counts
+        rate, count = rate if known else tf.where_v2(count > 0, rate, tf.zeros_like(rate)), None
     return steps_where_counted(count, training, [(moving_mean, mean, rate), (moving_variance, variance, rate)])
 
 
@@ -78,10 +81,12 @@ def share_of_new(momentum, keep, dtype):
 
 def steps_where_counted(count, training, moves):
     """Returns `(old - new) rate` for each (old, new, rate), in the dtype of `old`, and zeros where nothing counts."""
+    steps = [tf.cast((tf.cast(old, new.dtype) - new) * rate, old.dtype) for old, new, rate in moves]
+    if count is None:
+        return tuple(steps)
     counts = count > 0 if training is None else tf.logical_and(count > 0, training)
     # Not a product with 0: the moments of what does not count may be infinite.
-    return tuple(tf.where_v2(counts, tf.cast((tf.cast(old, new.dtype) - new) * rate, old.dtype), tf.zeros_like(old))
-                 for old, new, rate in moves)
+    return tuple(tf.where_v2(counts, step, tf.zeros_like(step)) for step in steps)
 
 
 def update_ops(variables, kernel, tensors, collections, tower, **static):

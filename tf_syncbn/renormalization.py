@@ -9,7 +9,7 @@ batch of all towers.
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.graph_function import call
-from tf_syncbn.kernels.moments import unpack
+from tf_syncbn.kernels.moments import split
 from tf_syncbn.moving_averages import share_of_new, steps_where_counted
 
 __all__ = ["check_clipping", "corrections", "renorm_steps", "square_root_of", "with_corrections"]
@@ -48,7 +48,7 @@ def corrections(moments, training, mean, stddev, rmin, rmax, dmax, *, epsilon):
     Returns:
       Tensor [2C]: r, d.
     """
-    count, batch_mean, batch_variance = unpack(moments)
+    count, batch_mean, batch_variance = split(moments)
     mean, stddev = tf.cast(mean, batch_mean.dtype), tf.cast(stddev, batch_mean.dtype)
     stddev = tf.maximum(stddev, epsilon ** 0.5)  # 0 before the first update
     r = tf.sqrt(batch_variance + epsilon) / stddev
@@ -115,7 +115,7 @@ def renorm_steps(moments, momentum, renorm_momentum, training, moving_mean, movi
     Returns:
       Five tensors [C]; zeros where nothing was counted.
     """
-    count, mean, variance = unpack(moments)
+    count, mean, variance = split(moments)
     stddev = tf.sqrt(variance + epsilon)
     rate, renorm_rate = (share_of_new(*pair, mean.dtype) for pair in ((momentum, keep), (renorm_momentum, renorm_keep)))
     old = tf.cast(moving_stddev, mean.dtype)

@@ -14,8 +14,8 @@ from towers.private import runs_onednn
 from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
-from tf_syncbn.kernels.moments import merge_groups, unpack
-from tf_syncbn.kernels.rows import along
+from tf_syncbn.kernels.moments import merge_groups, split
+from tf_syncbn.kernels.rows import along, known_count
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
@@ -70,37 +70,42 @@ def _span(tower, *inputs):
 
 def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, correct, arguments):
     layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
-    strategy = choose(layer, machine)
+    strategy, known = choose(layer, machine), known_count(x, how.axis, mask)
     how = how._replace(kernels=strategy.kernels)
+    is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
+    if is_plain and (tower is None or tower.num_towers == 1) and machine.kind == "GPU" and strategy.as_one_op(layer, machine):
+        if tower is not None:
+            next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
+        return fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
     packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
     channels = tf.dimension_value(x.shape[how.axis])
     merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
     if correct is not None:
         results.append((packed.dtype, [2 * channels]))
-        place, used, whole, corrections = _meet(packed, correct(merged), results, tower, arguments)
+        place, used, whole, corrections = _meet(packed, known, correct(merged), results, tower, arguments)
         r, d = tf.split(tf.stop_gradient(corrections), 2)
         gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
         beta = d if beta is None else beta + d
     elif how.group_size is not None:
-        place, used, whole = _meet(packed, merged, results, tower, arguments)
+        place, used, whole = _meet(packed, known, merged, results, tower, arguments)
     else:
-        place, used = _meet(packed, _whole, results[:1], tower, arguments)
+        place, used = _meet(packed, known, _whole, results[:1], tower, arguments)
         whole = used
+    moments = call(split, used)
     if training is not None:
-        used = tf.where_v2(training, used, tf.concat([used[:1], *frozen], 0))
+        moments[1:] = [tf.where_v2(training, new, old) for new, old in zip(moments[1:], frozen)]
     optional = (gamma, beta, mask, training)
     if strategy.as_one_op(layer, machine):
         # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op, whose
         # own gradient hands dy on to it.
-        x = _with_gradient(place, how, x, used, x, optional)
-        mean, variance = call(fused_op.statistics, used, epsilon=how.epsilon)
+        x = _with_gradient(place, how, x, moments, x, optional)
         y, = with_gradient(
-            "SyncBatchNormOutput", lambda: [fused_op.normalize_images(x, mean, variance, gamma, beta, how.epsilon,
+            "SyncBatchNormOutput", lambda: [fused_op.normalize_images(x, *moments[1:], gamma, beta, how.epsilon,
                                                                       fused_op.data_format(x, how.axis))],
             ("FusedBatchNormV2", "FusedBatchNormV3"))
         return y, whole
-    y = call(how.kernels.normalize, x, used, gamma, beta, axis=how.axis, epsilon=how.epsilon)
-    return _with_gradient(place, how, y, used, x, optional), whole
+    y = call(how.kernels.normalize, x, *moments[1:], gamma, beta, axis=how.axis, epsilon=how.epsilon)
+    return _with_gradient(place, how, y, moments, x, optional), whole
 
 
 def moments_over_towers(x, axis, tower):
@@ -124,7 +129,7 @@ def _moments_over_towers(x, axis, tower):
     kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
     packed = call(kernels.local_moments, x, None, axis=axis)
     results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
-    place, whole = _meet(packed, _whole, results, tower, {"axis": axis})
+    place, whole = _meet(packed, known_count(x, axis), _whole, results, tower, {"axis": axis})
     return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
 
 
@@ -134,16 +139,16 @@ def machine_of(x, tower):
     if tower is not None and "CPU" in tower.device.upper():
         return Machine("CPU", generation, runs_onednn())
     # Not a CPU that stands in for a GPU.
-    on_gpu = tower is not None and "GPU" in tower.device.upper() and "CPU" not in x.device.upper()
+    on_gpu = (tower is None or "GPU" in tower.device.upper()) and "CPU" not in x.device.upper()
     return Machine("GPU" if on_gpu and tf.config.experimental.list_physical_devices("GPU") else None, generation, False)
 
 
 def _merged(group_size):
     """Returns an aggregate for an exchange: for each tower, the moments of its group and of all towers."""
     def aggregate(per_tower):
-        packed = [contribution for contribution, in per_tower]
+        packed, counts = zip(*per_tower)
         size = group_size or len(packed)
-        *groups, whole = call(merge_groups, *packed, group_size=size)
+        *groups, whole = call(merge_groups, *packed, counts=counts, group_size=size)
         return [[groups[i // size], whole] for i in range(len(packed))]
     return aggregate
 
@@ -153,13 +158,16 @@ def _whole(per_tower):
     return [[whole] for _, whole in _merged(None)(per_tower)]
 
 
-def _meet(packed, aggregate, results, tower, arguments):
-    """Returns the layer's place, and for each of `results`, pairs of dtype and shape, what the aggregate holds."""
+def _meet(packed, known, aggregate, results, tower, arguments):
+    """Returns the layer's place, and for each of `results`, pairs of dtype and shape, what the aggregate holds.
+
+    A count that is known does not cross: where all are, the merge takes them as constants.
+    """
     if tower is None:
-        return (None, *aggregate([[packed]])[0])
+        return (None, *aggregate([[packed, known]])[0])
     with tf.name_scope("exchange"):
-        place = next_place("sync_batch_norm", [packed], arguments=arguments)
-        return (place, *meet_at(place, [packed], aggregate, results))
+        place = next_place("sync_batch_norm", [packed], [tf.TensorShape([None])], dict(arguments, channels=packed.shape[0] // 3))
+        return (place, *meet_at(place, [packed], aggregate, results, [known]))
 
 
 def _with_gradient(place, how, value, moments, x, optional):
@@ -167,20 +175,21 @@ def _with_gradient(place, how, value, moments, x, optional):
 
     Autodiff sees neither how the output nor how its moments were computed.
     """
-    tensors = [value, moments, x] + [tensor for tensor in optional if tensor is not None]
+    tensors = [value, *moments, x] + [tensor for tensor in optional if tensor is not None]
     detail = how, tuple(tensor is not None for tensor in optional)
     return pass_with_gradient("SyncBatchNorm", tensors, place, detail, "with_gradient")[0]
 
 
 @tf.RegisterGradient("SyncBatchNorm")
-def _sync_batch_norm_gradient(op, dy, d_moments, *_):
+def _sync_batch_norm_gradient(op, dy, _, d_mean, d_variance, *__):
     """The gradient of one tower's part; `op` passes on what it was given, moments among them.
 
-    The moments are an output of `op`, whose gradient arrives here as `d_moments` when this function is itself
-    differentiated: hence derivatives of any order. In a first derivative it is zeros, and towers exchange less.
+    The moments are outputs of `op`, whose gradients arrive here when this function is itself differentiated: hence derivatives
+    of any order. In a first derivative they are zeros, and towers exchange less.
     """
     place, (how, optional) = gradient_place(op)
     dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
+    d_moments = [] if _is_zeros(d_mean) and _is_zeros(d_variance) else [d_mean, d_variance]
     with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
         return _layer_gradient(op, dy, d_moments, place, how, optional)
 
@@ -191,22 +200,22 @@ def _gradient_span(op, place, *inputs):
 
 
 def _layer_gradient(op, dy, d_moments, place, how, optional):
-    moments, x = op.outputs[1], op.inputs[2]
-    given = iter(op.inputs[3:])
+    (count, mean, variance), x = op.outputs[1:4], op.inputs[4]
+    given = iter(op.inputs[5:])
     gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
     options = {"axis": how.axis, "epsilon": how.epsilon}
     with tf.name_scope("exchange"):
-        sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, moments, gamma, masked=mask is not None,
+        sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, mean, variance, gamma, masked=mask is not None,
                                            plain=reference.gradient_sums, **options)
         d_beta, d_gamma, scale = tf.unstack(sums)
-        totals = sums if _is_zeros(d_moments) else tf.concat([sums, tf.reshape(d_moments[1:], [2, -1])], 0)
+        totals = tf.concat([sums, tf.stack(d_moments)], 0) if d_moments else sums
         if place is not None:
             totals = cross_tower_sum_at(place, totals, how.group_size)
     dy, scaled = (None, scaled[0]) if scaled else (dy, None)
-    dx, = call_with_gradient(how.kernels.input_gradient, dy, x, moments, scale, totals, scaled, training, mask,
+    dx, = call_with_gradient(how.kernels.input_gradient, dy, x, count, mean, variance, scale, totals, scaled, training, mask,
                              plain=reference.input_gradient, **options)
     of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
-    return [None, None, dx] + of_optional
+    return [None, None, None, None, dx] + of_optional
 
 
 @tf.RegisterGradient("SyncMoments")
@@ -223,8 +232,8 @@ def _sync_moments_gradient(op, d_moments, _):
 
 def _moments_gradient(x, moments, d_moments, *, axis):
     """Computes `(d mean + 2 d var (x - mean)) / n`; that the mean moves with `x` changes no variance."""
-    count, mean, _ = unpack(moments)
-    _, d_mean, d_variance = unpack(d_moments)
+    count, mean, _ = split(moments)
+    _, d_mean, d_variance = split(d_moments)
     share = tf.div_no_nan(tf.ones_like(count), count)
     wide = tf.cast(x, moments.dtype)
     dx = (wide - along(mean, x, axis)) * along(2 * share * d_variance, x, axis) + along(share * d_mean, x, axis)

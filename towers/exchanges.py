@@ -81,10 +81,13 @@ def _comparable(value, tower):
     return list(value) if isinstance(value, tuple) else value
 
 
-def meet_at(place, contributions, aggregate, results):
-    """Leaves contributions at a place, as `exchange` does, and returns the stand-ins of its results."""
+def meet_at(place, contributions, aggregate, results, known=()):
+    """Leaves contributions at a place, as `exchange` does, and returns the stand-ins of its results.
+
+    `known` is a list of Python values, which the aggregate gets behind the tower's contributions.
+    """
     name = place.meetings.name_of(place) + ("/gradient" * (len(place.key) - 1))
-    return place.meetings.meet(place, contributions, aggregate, results, name)
+    return place.meetings.meet(place, contributions, aggregate, results, name, known)
 
 
 def pass_with_gradient(gradient, tensors, place, detail=None, name=None):

@@ -40,7 +40,7 @@ class Meetings:
         self.aggregation_device = aggregation_device
         self._control_flow = control_flow_now(self.graph)
         self.turns = Turns(self.num_towers)  # of the exchanges of the forward pass
-        self._arrivals = {}  # key -> {tower: (stand-ins, contributions)}, until the last tower comes
+        self._arrivals = {}  # key -> {tower: (stand-ins, contributions and what is known)}, until the last tower comes
         self.contributions = {}  # key -> {tower: what it left}
         self.stand_ins = {}  # op of a stand-in -> (key, number of the result)
         self._aggregated = []  # positions in the graph of the first and behind the last op of each aggregate
@@ -105,7 +105,7 @@ class Meetings:
         """Returns what tells apart the gradient calls of model functions, of passes over all towers, and all others."""
         return self._gradient_label or ("model" if current_tower() is not None else "call")
 
-    def meet(self, place, contributions, aggregate, results, name):
+    def meet(self, place, contributions, aggregate, results, name, known=()):
         """Takes a tower's contributions and returns its stand-ins; see `meet_at`."""
         graph = tf.get_default_graph()  # a body of control flow 2 is a graph of its own
         flow = graph, control_flow_now(graph)
@@ -124,7 +124,7 @@ class Meetings:
         if self._gradient_label is not None:
             self._left_in_pass.extend(contribution.op for contribution in contributions)
         arrivals = self._arrivals.setdefault(place.key, {})
-        arrivals[place.tower] = stand_ins, list(contributions)
+        arrivals[place.tower] = stand_ins, list(contributions) + list(known)
         self.contributions.setdefault(place.key, {})[place.tower] = list(contributions)
         if len(arrivals) == self.num_towers:
             self._wire(place.key, name, aggregate)

@@ -13,7 +13,7 @@ from towers.private import branch_of, rewire, wait_only_for
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
 from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
-from tf_syncbn.kernels.moments import unpack
+from tf_syncbn.kernels.moments import bessel, unpack
 from tf_syncbn.kernels.rows import accumulator
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
@@ -164,7 +164,7 @@ class Replacement:
         for op, number in batch_norm.corrected:
             count = unpack(tf.stop_gradient(whole))[0]
             self._replace(op.outputs[0], op.outputs[0] * tf.cast(
-                count / tf.maximum(count - 1, 1) * ((number - 1) / number), op.outputs[0].dtype))
+                bessel(count) * ((number - 1) / number), op.outputs[0].dtype))
         return whole
 
     def _sums(self, batch_norm):
@@ -234,7 +234,7 @@ class Replacement:
 def _batch_moments(op, whole):
     """Returns the batch mean and variance that a fused op hands out: with Bessel's correction, part by part if it averages."""
     count, mean, variance = unpack(tf.stop_gradient(whole))
-    moments = [mean, variance * (count / tf.maximum(count - 1, 1))]
+    moments = [mean, variance * bessel(count)]
     try:
         factor = op.get_attr("exponential_avg_factor")
     except ValueError:  # before TensorFlow 2.2

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import cudnn, eigen, eigen_small, eigen_tf1, onednn, reference
+from tf_syncbn.kernels import cudnn, cudnn_small, eigen, eigen_small, eigen_tf1, onednn, reference
 from tf_syncbn.kernels.fused_op import has_few_images
-from tf_syncbn.kernels.rows import accumulator, is_small
+from tf_syncbn.kernels.rows import accumulator, is_small, known_count
 
 __all__ = ["Layer", "Machine", "STRATEGIES", "Strategy", "choose"]
 
@@ -65,8 +65,19 @@ def _is_cudnns(layer, machine):
     return machine.kind != "CPU" and takes_axis and accumulator(layer.dtype) == tf.float32 and has_few_images(layer)
 
 
+def _is_small_on_gpu(layer, machine):
+    is_known = bool(known_count(layer, layer.axis))
+    return machine.kind == "GPU" and _is_cudnns(layer, machine) and is_known and is_small(layer, cudnn_small.MOST_NUMBERS)
+
+
 def _is_cpus(layer, machine):
     return machine.kind == "CPU" and layer.is_last and accumulator(layer.dtype) == tf.float32
+
+
+def _is_eigen_small(layer, machine):
+    # In float64 there is no fused op at all.
+    small = is_small(layer) and machine.generation == 2 and not machine.onednn
+    return machine.kind == "CPU" and layer.is_last and (accumulator(layer.dtype) == tf.float64 or small)
 
 
 def _is_image(layer, machine):
@@ -74,10 +85,11 @@ def _is_image(layer, machine):
 
 
 STRATEGIES = (
+    Strategy("cudnn_small", _is_small_on_gpu, cudnn_small, _is_image),
     Strategy("cudnn", _is_cudnns, cudnn, _is_image),
+    Strategy("eigen_small", _is_eigen_small, eigen_small),
     Strategy("onednn", lambda layer, machine: _is_cpus(layer, machine) and machine.onednn, onednn, _is_image),
     Strategy("eigen_tf1", lambda layer, machine: _is_cpus(layer, machine) and machine.generation == 1, eigen_tf1),
-    Strategy("eigen_small", lambda layer, machine: _is_cpus(layer, machine) and is_small(layer), eigen_small),
     Strategy("eigen", _is_cpus, eigen),
     Strategy("reference", lambda layer, machine: True, reference),
 )

@@ -15,18 +15,18 @@ def local_moments(x, mask, *, axis):
     return moments_by_differences(x, mask, axis)
 
 
-def normalize(x, moments, gamma, beta, *, axis, epsilon):
+def normalize(x, mean, variance, gamma, beta, *, axis, epsilon):
     """See `tf_syncbn.kernels.reference.normalize`."""
-    return normalize_by(standardize, x, moments, gamma, beta, axis, epsilon)
+    return normalize_by(standardize, x, mean, variance, gamma, beta, axis, epsilon)
 
 
-def gradient_sums(dy, x, moments, gamma, *, masked, axis, epsilon):
+def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon):
     """See `tf_syncbn.kernels.reference.gradient_sums`."""
     if masked or axis != x.shape.rank - 1:
-        return reference.gradient_sums(dy, x, moments, gamma, masked=masked, axis=axis, epsilon=epsilon)
-    return fused_op.gradient_sums(dy, x, moments, gamma, epsilon)
+        return reference.gradient_sums(dy, x, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
+    return fused_op.gradient_sums(dy, x, mean, variance, gamma, epsilon)
 
 
-def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, *, axis, epsilon):
+def input_gradient(dy, x, count, mean, variance, scale, totals, scaled, training, mask, *, axis, epsilon):
     """See `tf_syncbn.kernels.reference.input_gradient`."""
-    return input_gradient_by(standardize, dy, x, moments, scale, totals, scaled, training, mask, axis, epsilon)
+    return input_gradient_by(standardize, dy, x, count, mean, variance, scale, totals, scaled, training, mask, axis, epsilon)

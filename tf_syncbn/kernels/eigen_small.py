@@ -19,16 +19,17 @@ def local_moments(x, mask, *, axis):
     return moments_by_differences(x, mask, axis, _PRODUCT, _ROW)
 
 
-def normalize(x, moments, gamma, beta, *, axis, epsilon):
+def normalize(x, mean, variance, gamma, beta, *, axis, epsilon):
     """See `tf_syncbn.kernels.reference.normalize`."""
-    return normalize_by(standardize, x, moments, gamma, beta, axis, epsilon)
+    return normalize_by(standardize, x, mean, variance, gamma, beta, axis, epsilon)
 
 
-def gradient_sums(dy, x, moments, gamma, *, masked, axis, epsilon):
+def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon):
     """See `tf_syncbn.kernels.reference.gradient_sums`."""
-    return sums_only(dy, x, moments, gamma, masked, axis, epsilon, _PRODUCT, _ROW)
+    return sums_only(dy, x, mean, variance, gamma, masked, axis, epsilon, _PRODUCT, _ROW)
 
 
-def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, *, axis, epsilon):
+def input_gradient(dy, x, count, mean, variance, scale, totals, scaled, training, mask, *, axis, epsilon):
     """See `tf_syncbn.kernels.reference.input_gradient`."""
-    return input_gradient_by(standardize, dy, x, moments, scale, totals, scaled, training, mask, axis, epsilon, _ROW)
+    return input_gradient_by(standardize, dy, x, count, mean, variance, scale, totals, scaled, training, mask, axis, epsilon,
+                             _ROW)

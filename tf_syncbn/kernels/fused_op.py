@@ -1,27 +1,26 @@
-"""The fused batch norm and its gradient in inference mode, which take given moments: for products with vectors and their sums."""
+"""The fused batch norm: in inference mode, where it takes given moments, and its gradient there; and with moments of its own."""
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.moments import unpack
-from tf_syncbn.kernels.rows import join_rows, shape_of
+from tf_syncbn.kernels.rows import join_rows, known_count, shape_of
 
-__all__ = ["data_format", "gradient_sums", "has_few_images", "normalize_images", "standardize", "statistics"]
+__all__ = ["LEAST_EPSILON", "data_format", "gradient_sums", "has_few_images", "local_moments", "normalize_images",
+           "normalize_images_alone", "standardize"]
 
-_EPSILON = 1.001e-5  # the least that cuDNN takes
+LEAST_EPSILON = 1.001e-5  # that cuDNN takes
 _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
 
 
 def standardize(x, mean, variance, scale, offset, axis, epsilon, row=0):
     """Computes what `tf_syncbn.kernels.reference.standardize` does, by the fused op."""
-    images, vectors = x, (mean, _variance_for(variance, epsilon), *_or_ones_and_zeros(scale, offset, mean))
+    images, vectors = x, (mean, variance, *_or_ones_and_zeros(scale, offset, mean))
     if row:
         rows, vectors = join_rows(x, vectors, row)
         images = x if rows.shape[1] == x.shape[-1] else rows
     return _shaped_as(normalize_images(_as_images(images), *vectors, epsilon, data_format(x, axis)), x)
 
 
-def gradient_sums(dy, x, moments, gamma, epsilon):
+def gradient_sums(dy, x, mean, variance, gamma, epsilon):
     """Computes what `tf_syncbn.kernels.reference.gradient_sums` does, channels last and without a mask, by the fused gradient."""
-    _, mean, variance = unpack(moments)
     inverse = tf.rsqrt(variance + epsilon)
     scale = inverse if gamma is None else gamma * inverse
     with tf.control_dependencies([dy]):  # as there
@@ -30,6 +29,14 @@ def gradient_sums(dy, x, moments, gamma, epsilon):
             y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
             reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
         return tf.stack([d_offset, d_scale, scale]), _shaped_as(scaled, x)
+
+
+def local_moments(x, axis):
+    """Returns one tower's part of the moments, of a known count that is not 0; see `tf_syncbn.kernels.local_moments`."""
+    wide = _as_images(tf.cast(x, tf.float32))
+    ones, zeros = (tf.constant(value, tf.float32, [tf.dimension_value(x.shape[axis])]) for value in (1, 0))
+    _, mean, unbiased = tf.nn.fused_batch_norm(wide, ones, zeros, epsilon=LEAST_EPSILON, data_format=data_format(x, axis))
+    return tf.concat([mean, zeros, unbiased * max(known_count(x, axis) - 1, 1)], 0)
 
 
 def data_format(x, axis):
@@ -64,18 +71,12 @@ def _shaped_as(images, x):
     return tf.reshape(images, shape_of(x))
 
 
-def statistics(moments, *, epsilon):
-    """Returns the mean and the variance that `normalize_images` is to be given, two tensors [C]."""
-    _, mean, variance = unpack(moments)
-    return mean, _variance_for(variance, epsilon)
-
-
 def normalize_images(images, mean, variance, scale, offset, epsilon, layout):
     """Normalizes tensors of rank 4 by the fused op in inference mode.
 
     Args:
       images: float32 tensor [B, H, W, C], on a GPU float16 or [B, C, H, W] as well.
-      mean, variance: tensors [C], from `statistics`.
+      mean, variance: tensors [C].
       scale, offset: tensors [C], or None for 1 and 0.
       epsilon: float.
       layout: "NHWC" or "NCHW".
@@ -83,11 +84,26 @@ def normalize_images(images, mean, variance, scale, offset, epsilon, layout):
     Returns:
       Tensor of the shape and dtype of `images`.
     """
+    if epsilon < LEAST_EPSILON:
+        variance += epsilon - LEAST_EPSILON
     y, _, _ = tf.nn.fused_batch_norm(images, *_or_ones_and_zeros(scale, offset, mean), mean, variance,
-                                     epsilon=max(epsilon, _EPSILON), data_format=layout, is_training=False)
+                                     epsilon=max(epsilon, LEAST_EPSILON), data_format=layout, is_training=False)
     return y
 
 
-def _variance_for(variance, epsilon):
-    """Returns the variance, raised by as much as `epsilon` is below the least that the op takes."""
-    return variance if epsilon >= _EPSILON else variance + (epsilon - _EPSILON)
+def normalize_images_alone(images, scale, offset, epsilon, layout):
+    """Normalizes tensors of rank 4 by their own moments, as a plain batch norm does.
+
+    Args:
+      images, scale, offset, epsilon, layout: see `normalize_images`; `epsilon` is at least `LEAST_EPSILON`.
+
+    Returns:
+      y: tensor of the shape and dtype of `images`.
+      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`; no gradient passes it.
+    """
+    axis = 3 if layout == "NHWC" else 1
+    count = known_count(images, axis)
+    ones = tf.ones([tf.dimension_value(images.shape[axis])])
+    vectors = _or_ones_and_zeros(scale, offset, ones)
+    y, mean, unbiased = tf.nn.fused_batch_norm(images, *vectors, epsilon=epsilon, data_format=layout)
+    return y, tf.stop_gradient(tf.concat([[float(count)], mean, unbiased * (max(count - 1, 1) / count)], 0))

@@ -1,7 +1,10 @@
-"""One tower's part of the moments: the count n, s, sum d and sum d^2 of differences `d = x - s` from something near the mean."""
+"""One tower's part of the moments: s, sum d and sum d^2 of differences `d = x - s` from something near the mean.
+
+The count of the values goes before them, where it is not known while the graph is built.
+"""
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.rows import accumulator, add_along, count_of, masked, rows_of, size_of
+from tf_syncbn.kernels.rows import accumulator, add_along, count_of, known_count, masked, rows_of, size_of
 from tf_syncbn.kernels.sums import add_up, blocks_of, channel_sums, products_of, square_sums, sums_of_blocks, sums_of_squares
 
 __all__ = ["moments_as_it_is", "moments_by_differences"]
@@ -28,7 +31,8 @@ def moments_by_differences(x, mask, axis, product=0, row=0):
       row: see `tf_syncbn.kernels.rows.join_rows`.
 
     Returns:
-      Tensor [3C + 1] of the accumulator's dtype: n, s, sum d, sum d^2. All zero where nothing is counted.
+      Tensor [3C] of the accumulator's dtype: s, sum d, sum d^2; [3C + 1], the count first, where that is unknown or masked. All
+      zero where nothing is counted.
     """
     x = tf.cast(x, accumulator(x.dtype))
     count = count_of(x, axis, mask)
@@ -42,7 +46,7 @@ def moments_by_differences(x, mask, axis, product=0, row=0):
         differences = add_along(x, -near, axis, row)
         sums = channel_sums(masked(differences, mask), axis, product)
         squares = channel_sums(masked(tf.square(differences), mask), axis, product)
-    return tf.concat([tf.reshape(count, [1]), near, sums, squares], 0)
+    return tf.concat(_unless_known(count, x, axis, mask) + [near, sums, squares], 0)
 
 
 def moments_as_it_is(x, product=0):
@@ -56,10 +60,11 @@ def moments_as_it_is(x, product=0):
       product: see `tf_syncbn.kernels.sums.channel_sums`.
 
     Returns:
-      Tensor [3C + 1], see `moments_by_differences`; s is the mean.
+      Tensor, see `moments_by_differences`; s is the mean.
     """
     is_narrow, x = x.dtype != accumulator(x.dtype), tf.cast(x, accumulator(x.dtype))
-    count, rows = count_of(x, x.shape.rank - 1), rows_of(x)
+    axis, rows = x.shape.rank - 1, rows_of(x)
+    count = count_of(x, axis)
     # Grappler moves a cast behind every reshape of it: products would be given one of their own.
     products, blocks = None if is_narrow else products_of(rows, product), blocks_of(rows)
     sums = sums_of_blocks(blocks) if products is None else add_up([products])
@@ -72,7 +77,12 @@ def moments_as_it_is(x, product=0):
     minus_mean = -tf.cast(mean, rows.dtype)
     again = [tf.nn.bias_add(block[:tf.where_v2(are_right, 0, size_of(block))], minus_mean) for block in blocks]
     squares = tf.where_v2(are_right, centred, sums_of_squares(again))
-    return tf.concat([tf.reshape(count, [1]), tf.cast(tf.concat([mean, sums_of_blocks(again), squares], 0), rows.dtype)], 0)
+    moments = tf.cast(tf.concat([mean, sums_of_blocks(again), squares], 0), rows.dtype)
+    return tf.concat(_unless_known(count, x, axis) + [moments], 0)
+
+
+def _unless_known(count, x, axis, mask=None):
+    return [tf.reshape(count, [1])] if known_count(x, axis, mask) is None else []
 
 
 def _first_mean(x, axis, product):

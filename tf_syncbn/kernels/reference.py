@@ -6,7 +6,6 @@ come first: `x * a + (beta - mean * a)` would cancel where the mean is large.
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.local_moments import moments_by_differences
-from tf_syncbn.kernels.moments import unpack
 from tf_syncbn.kernels.rows import add_along, along, masked, multiply_along
 from tf_syncbn.kernels.sums import channel_sums
 
@@ -19,7 +18,7 @@ def local_moments(x, mask, *, axis):
     return moments_by_differences(x, mask, axis)
 
 
-def normalize(x, moments, gamma, beta, *, axis, epsilon):
+def normalize(x, mean, variance, gamma, beta, *, axis, epsilon):
     """Computes `gamma (x - mean) / sqrt(variance + epsilon) + beta`.
 
     From `x` again, not from the differences that its moments were computed of: to keep these until the towers have met
@@ -27,7 +26,7 @@ def normalize(x, moments, gamma, beta, *, axis, epsilon):
 
     Args:
       x: floating point tensor, C channels along `axis`.
-      moments: tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.kernels.moments.merge`.
+      mean, variance: tensors [C] of the accumulator's dtype.
       gamma, beta: tensors [C] of that dtype, or None for 1 and 0.
       axis: int, not negative.
       epsilon: float.
@@ -35,13 +34,12 @@ def normalize(x, moments, gamma, beta, *, axis, epsilon):
     Returns:
       A tensor of the shape and dtype of `x`.
     """
-    return normalize_by(standardize, x, moments, gamma, beta, axis, epsilon)
+    return normalize_by(standardize, x, mean, variance, gamma, beta, axis, epsilon)
 
 
-def normalize_by(standardize, x, moments, gamma, beta, axis, epsilon):
+def normalize_by(standardize, x, mean, variance, gamma, beta, axis, epsilon):
     """Computes `normalize` by a family's own `standardize`."""
-    _, mean, variance = unpack(moments)
-    with tf.control_dependencies([moments]):  # not before the towers have met
+    with tf.control_dependencies([mean]):  # not before the towers have met
         wide = tf.cast(x, mean.dtype)
     return tf.cast(standardize(wide, mean, variance, gamma, beta, axis, epsilon), x.dtype)
 
@@ -54,7 +52,7 @@ def standardize(x, mean, variance, scale, offset, axis, epsilon, row=0):
     return y if offset is None else add_along(y, offset, axis, row)
 
 
-def gradient_sums(dy, x, moments, gamma, *, masked, axis, epsilon, product=0, row=0):
+def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon, product=0, row=0):
     """Computes `S = sum dy`, `T = sum dy r (x - mean)` and `a = gamma r`, `r = 1 / sqrt(var + epsilon)`, and `a dy`.
 
     `a` lies in one tensor with the sums so that the gradient of `gamma`, which is T, can't be there before `gamma` has been
@@ -63,7 +61,7 @@ def gradient_sums(dy, x, moments, gamma, *, masked, axis, epsilon, product=0, ro
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`.
-      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`.
+      mean, variance: tensors [C] of the accumulator's dtype.
       gamma: tensor [C] of the accumulator's dtype, or None.
       masked: whether positions may be masked, so that `x` may be NaN where `dy` is 0.
       axis: int, not negative.
@@ -74,18 +72,17 @@ def gradient_sums(dy, x, moments, gamma, *, masked, axis, epsilon, product=0, ro
       A tuple of a tensor [3, C] of the accumulator's dtype, the rows S, T and a, and of `a dy`, of the same dtype; where a family
       does not need that, of the first alone.
     """
-    sums, wide, scale = _sums(dy, x, moments, gamma, masked, axis, epsilon, product, row)
+    sums, wide, scale = _sums(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row)
     with tf.control_dependencies([dy]):
         return sums, wide * along(scale, x, axis)
 
 
-def sums_only(dy, x, moments, gamma, masked, axis, epsilon, product, row):
+def sums_only(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row):
     """Computes `gradient_sums` without `a dy`."""
-    return _sums(dy, x, moments, gamma, masked, axis, epsilon, product, row)[:1]
+    return _sums(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row)[:1]
 
 
-def _sums(dy, x, moments, gamma, masked, axis, epsilon, product, row):
-    _, mean, variance = unpack(moments)
+def _sums(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row):
     inverse = tf.rsqrt(variance + epsilon)
     scale = inverse if gamma is None else gamma * inverse
     # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
@@ -96,7 +93,7 @@ def _sums(dy, x, moments, gamma, masked, axis, epsilon, product, row):
         return tf.stack([channel_sums(dy, axis, product), channel_sums(products, axis, product) * inverse, scale]), dy, scale
 
 
-def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, *, axis, epsilon):
+def input_gradient(dy, x, count, mean, variance, scale, totals, scaled, training, mask, *, axis, epsilon):
     """Computes one tower's part of the gradient by `x`, from sums over all towers.
 
         dx = a (dy - w (S + r T (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
@@ -105,7 +102,7 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, *, axi
 
     Args:
       dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
-      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`.
+      count, mean, variance: tensors [1], [C] and [C], the moments.
       scale: tensor [C], a from `gradient_sums`.
       totals: tensor [3, C] or [5, C], over all towers the sums of what `gradient_sums` returned, and of G_mean and G_var
         where these are not zeros.
@@ -118,17 +115,18 @@ def input_gradient(dy, x, moments, scale, totals, scaled, training, mask, *, axi
     Returns:
       A tuple of one tensor of the shape and dtype of `x`.
     """
-    return input_gradient_by(standardize, dy, x, moments, scale, totals, scaled, training, mask, axis, epsilon)
+    return input_gradient_by(standardize, dy, x, count, mean, variance, scale, totals, scaled, training, mask, axis, epsilon)
 
 
-def input_gradient_by(standardize, dy, x, moments, scale, totals, scaled, training, mask, axis, epsilon, row=0):
+def input_gradient_by(standardize, dy, x, count, mean, variance, scale, totals, scaled, training, mask, axis, epsilon, row=0):
     """Computes `input_gradient` by a family's own `standardize`."""
     dtype = x.dtype
-    count, mean, variance = unpack(moments)
-    share = tf.div_no_nan(tf.constant(-1, mean.dtype), count)
-    if training is not None:
-        share = tf.where_v2(training, share, tf.zeros_like(share))
-    deviation, factor = tf.sqrt(variance + epsilon), share if scaled is None else scale * share
+    one = tf.ones([], mean.dtype)
+
+    def over_count(factor):
+        share = tf.div_no_nan(factor, count)
+        return share if training is None else tf.where_v2(training, share, tf.zeros_like(share))
+
     with tf.control_dependencies([totals]):  # as in `gradient_sums`
         x = tf.cast(x, mean.dtype)
 
@@ -136,12 +134,10 @@ def input_gradient_by(standardize, dy, x, moments, scale, totals, scaled, traini
             pulled = standardize(x, mean, variance, slope, offset, axis, epsilon)
             return pulled if mask is None else masked(pulled, mask)
 
-        dx = pull(*tf.unstack(totals[:3] * factor)[:2])
-        if scaled is None:
-            dx = multiply_along(dx + tf.cast(dy, x.dtype), scale, axis, row)
-        else:
-            dx = tf.add_n([scaled, dx])
-        if totals.shape[0] == 5:
-            d_mean, d_variance = tf.unstack(totals[3:] * -share)
-            dx += pull(d_mean, 2 * d_variance * deviation)
+        sums, of_moments = (totals, None) if totals.shape[0] == 3 else (totals[:3], totals[3:])
+        pulled = pull(*tf.unstack(sums * over_count(one if scaled is None else scale))[:2])
+        dx = multiply_along(tf.cast(dy, x.dtype) - pulled, scale, axis, row) if scaled is None else scaled - pulled
+        if of_moments is not None:
+            d_mean, d_variance = tf.unstack(of_moments * over_count(one))
+            dx += pull(d_mean, 2 * d_variance * tf.sqrt(variance + epsilon))
         return tf.cast(dx, dtype),

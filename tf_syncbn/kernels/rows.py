@@ -1,8 +1,8 @@
 """Tensors as rows of channels, and products and sums with a vector of channels."""
 import tensorflow.compat.v1 as tf
 
-__all__ = ["accumulator", "add_along", "along", "count_of", "is_small", "join_rows", "masked", "multiply_along", "rows_of",
-           "shape_of", "size_of"]
+__all__ = ["accumulator", "add_along", "along", "count_of", "is_small", "join_rows", "known_count", "masked", "multiply_along",
+           "rows_of", "shape_of", "size_of"]
 
 _SMALL = 1 << 17  # numbers of a tensor that ops read faster than some of TensorFlow's kernels start
 
@@ -79,14 +79,17 @@ def size_of(x):
     return tf.shape(x)[0] if size is None else size
 
 
+def known_count(x, axis, mask=None):
+    """Returns how many values a channel has if that is known while the graph is built, an int, else None."""
+    sizes = [size for i, size in enumerate(x.shape.as_list()) if i != axis]
+    return tf.TensorShape(sizes).num_elements() if mask is None else None
+
+
 def count_of(x, axis, mask=None):
     """Returns how many values a channel has, or the sum of their mask; a scalar tensor of the dtype of `x`."""
     if mask is None:
-        sizes = [tf.dimension_value(size) for i, size in enumerate(x.shape) if i != axis]
-        if None not in sizes:
-            count = 1
-            for size in sizes:
-                count *= size
+        count = known_count(x, axis)
+        if count is not None:
             return tf.constant(count, x.dtype)
         sizes = tf.shape(x, out_type=tf.int64)
         return tf.cast(tf.reduce_prod(tf.gather(sizes, [i for i in range(x.shape.rank) if i != axis])), x.dtype)

@@ -1,0 +1,81 @@
+"""How many ops a layer starts: docs/kernels.md promises upper bounds for each strategy."""
+import collections
+import pathlib
+import re
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.kernel_machines import running_on
+from tests.support import cpus, has_tf_layers
+
+TABLE = (pathlib.Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+STRATEGIES = {"cudnn_small": ("gpu", True), "cudnn": ("unknown", False), "onednn": ("onednn", False),
+              "eigen_tf1": ("eigen of TensorFlow 1", False), "eigen_small": ("eigen", True), "eigen": ("eigen", False)}
+NO_OPS = {"Const", "Identity", "IdentityN", "NoOp", "Placeholder", "StopGradient", "VariableV2", "VarHandleOp",
+          "ReadVariableOp", "DeepCopy"}
+
+
+def promised(name):
+    """Returns a dict from numbers of towers to the ops that the table's row of a name promises at most."""
+    row, = re.findall(r"^\| `?%s`? \| (\d+) \| (\d+) \| (\d+) \|$" % re.escape(name), TABLE, re.MULTILINE)
+    return dict(zip((1, 2, 4), map(int, row)))
+
+
+def ops_behind(fetches):
+    """Counts the ops behind tensors and ops by type, with those of the functions called; no constants, identities and reads."""
+    graph = tf.get_default_graph().as_graph_def()
+    functions, counts = {f.signature.name: f for f in graph.library.function}, collections.Counter()
+
+    def count(nodes, wanted):
+        nodes, seen, left = {node.name: node for node in nodes}, set(), list(wanted)
+        while left:
+            name = left.pop().lstrip("^").split(":")[0]
+            if name in seen or name not in nodes:
+                continue
+            seen.add(name)
+            node = nodes[name]
+            left += node.input
+            called = node.attr["f"].func.name if node.op.endswith("PartitionedCall") else node.op
+            if called in functions:
+                count(functions[called].node_def, functions[called].ret.values())
+            elif node.op not in NO_OPS:
+                counts[node.op] += 1
+
+    count(graph.node, [fetch.name for fetch in fetches])
+    return counts
+
+
+def ops_of_a_layer(num_towers, batch_norm):
+    """Counts the ops of a layer in training, its gradients and its moving averages."""
+    batch = [tuple(tf.placeholder(tf.float32, [16, 32, 32, 16]) for _ in range(2)) for _ in range(num_towers)]
+    replicas = towers.TowerBuilder(cpus(num_towers)).build(lambda x, dy: batch_norm(x), towers.PerTower(batch))
+    gradients = []
+    with replicas[0].context.meetings.gradient_pass():
+        for tower, (x, dy) in zip(replicas, batch):
+            gradients += tf.gradients(tower.outputs, [x] + tf.trainable_variables(), dy)
+    updates = towers.collect_update_ops(replicas, "first")
+    return sum(ops_behind([tower.outputs for tower in replicas] + gradients + updates).values())
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@pytest.mark.parametrize("num_towers", [1, 2, 4])
+def test_a_layer_starts_no_more_ops_than_promised(name, num_towers):
+    with running_on(*STRATEGIES[name]):
+        assert ops_of_a_layer(num_towers, lambda x: tf_syncbn.sync_batch_norm(x)) <= promised(name)[num_towers]
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 4])
+@pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
+def test_so_many_are_the_ops_of_a_plain_layer(num_towers):
+    plain = ops_of_a_layer(num_towers, lambda x: tf.layers.batch_normalization(x, training=True, name="bn"))
+    assert plain == promised("tf.layers, fused")[num_towers]
+
+
+def test_one_tower_on_a_gpu_starts_at_most_half_as_many_more():
+    for small in (True, False):
+        with tf.Graph().as_default(), running_on("gpu", small):
+            ops = ops_of_a_layer(1, lambda x: tf_syncbn.sync_batch_norm(x))
+        assert ops <= 1.5 * promised("tf.layers, fused")[1]
