@@ -57,3 +57,9 @@ def train_by(train_op, loss, steps, initial=None):
         before = made.run(variables)
         losses = [made.run([loss, train_op])[0] for _ in range(steps)]
         return np.array(losses), before, made.run(variables)
+
+
+def images_and_labels(dtype, count=12):
+    """Returns random images [count, 6, 6, 3] and labels of four classes."""
+    rng = np.random.RandomState(1)
+    return rng.randn(count, 6, 6, 3).astype(dtype), rng.randint(0, 4, count).astype(np.int32)

@@ -13,7 +13,7 @@ from tests.support import cpus, has_tf_layers
 
 TABLE = (pathlib.Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
 STRATEGIES = {"cudnn_small": ("gpu", True), "cudnn": ("unknown", False), "onednn": ("onednn", False),
-              "eigen_tf1": ("eigen of TensorFlow 1", False), "eigen_small": ("eigen", True), "eigen": ("eigen", False)}
+              "eigen_tf1": ("eigen of TensorFlow 1", False), "eigen_plain": ("eigen", True), "eigen": ("eigen", False)}
 NO_OPS = {"Const", "Identity", "IdentityN", "NoOp", "Placeholder", "StopGradient", "VariableV2", "VarHandleOp",
           "ReadVariableOp", "DeepCopy"}
 

@@ -30,12 +30,12 @@ def chosen(shape, dtype, axis, machine):
     ([None, 32, 32, 16], tf.float32, 3, GPU, "cudnn"), ([0, 32, 32, 16], tf.float32, 3, GPU, "cudnn"),
     ([64, 32, 32, 16], tf.float32, 3, UNKNOWN, "cudnn"),
     ([64, 32, 32, 16], tf.float32, 3, ONEDNN, "onednn"), ([64, 32, 32, 16], tf.float32, 3, EIGEN_TF1, "eigen_tf1"),
-    ([64, 32, 32, 16], tf.float32, 3, EIGEN, "eigen"), ([8, 8, 8, 16], tf.float32, 3, EIGEN, "eigen_small"),
+    ([64, 32, 32, 16], tf.float32, 3, EIGEN, "eigen"), ([8, 8, 8, 16], tf.float32, 3, EIGEN, "eigen_plain"),
     ([None, 8, 8, 16], tf.float32, 3, EIGEN, "eigen"), ([8, 8, 8, 16], tf.float32, 3, ONEDNN, "onednn"),
     ([8, 16, 8, 8], tf.float32, 1, GPU, "cudnn_small"), ([8, 16, 8, 8], tf.float32, 1, UNKNOWN, "reference"),
     ([8, 16, 8, 8], tf.float32, 1, ONEDNN, "reference"), ([8, 16, 8, 8], tf.float32, 1, EIGEN, "reference"),
     ([8, 16, 8], tf.float32, 1, GPU, "reference"), ([8, 16], tf.float64, 1, GPU, "reference"),
-    ([8, 16], tf.float64, 1, ONEDNN, "eigen_small"), ([8, 16], tf.float64, 1, EIGEN_TF1, "eigen_small"),
+    ([8, 16], tf.float64, 1, ONEDNN, "eigen_plain"), ([8, 16], tf.float64, 1, EIGEN_TF1, "eigen_plain"),
     ([8, 16, 8, 8], tf.float64, 1, EIGEN, "reference"), ([8, 8, 8, 16], tf.float16, 3, GPU, "cudnn_small"),
     ([64, 32, 32, 16], tf.bfloat16, 3, EIGEN, "eigen"), ([64, 32, 32, 16], tf.float16, 3, ONEDNN, "onednn")])
 def test_the_first_strategy_that_fits_is_chosen(shape, dtype, axis, machine, expected):

@@ -28,10 +28,14 @@ def sync_batch_norm(
 
         y = gamma (x - mean) / sqrt(var + epsilon) + beta
 
-    In training, `mean` and `var` (biased) are those of the whole batch, merged exactly from counts, means and centred
-    squares (Chan, Golub and LeVeque 1979), so uneven and empty towers are exact too; outside of training they are the
-    moving averages. Method: Ioffe and Szegedy, "Batch Normalization" (2015). Outside of towers, and with one tower, it is
-    plain batch norm, so one model function serves training, evaluation and export.
+    Method: Ioffe and Szegedy, "Batch Normalization" (2015). What `mean` and `var` are:
+
+    - `training=True`: those of the whole batch (`var` biased), merged exactly from the towers' counts, means and centred squares
+      (Chan, Golub and LeVeque 1979), so uneven and empty towers are exact too.
+    - `training=False`: the moving averages.
+    - a boolean tensor: the moments are always computed, towers always meet, and the value chooses what is used.
+    - `training=None`: what the tower says, that is, `TowerBuilder.build(training=...)`.
+    - outside of towers, and with one tower: plain batch norm, so one model function serves training, evaluation and export.
 
     Variables, shared by all towers: `gamma`, `beta`, `moving_mean`, `moving_variance`, of shape [C], float32 (float64 for
     float64 inputs), in GLOBAL_VARIABLES and MODEL_VARIABLES, in the variable scope `name`. Towers meet once forward and
@@ -57,8 +61,7 @@ def sync_batch_norm(
       beta_initializer, gamma_initializer, moving_mean_initializer, moving_variance_initializer: of the variables.
       beta_regularizer, gamma_regularizer: functions of a variable that return a loss, or None.
       beta_constraint, gamma_constraint: functions of a variable's value after an optimizer's step, or None.
-      training: bool or scalar bool tensor. None takes the tower's, that is, `TowerBuilder.build`'s. With a tensor the
-        moments are always computed, towers always meet, and the value chooses what is used.
+      training: bool, scalar bool tensor, or None, see above.
       trainable: whether `gamma` and `beta` are in TRAINABLE_VARIABLES.
       name: str, the variable scope, or an open `tf.VariableScope`; None is "batch_normalization", numbered as tf.layers
         does.
@@ -85,6 +88,10 @@ def sync_batch_norm(
         towers, a mask that does not broadcast, a group size that does not divide the towers; in training, inside a tf.cond
         or tf.while_loop of a tower.
       TowerMismatchError: (a ValueError) where a tower lacks this layer or has another in its place.
+
+    Example:
+
+        x = tf.nn.relu(tf_syncbn.sync_batch_norm(x, momentum=0.9))     # in a model function that `TowerBuilder.build` builds
     """
     if tf.executing_eagerly():
         raise RuntimeError("sync_batch_norm builds TensorFlow 1 graphs, and eager execution is on: call "

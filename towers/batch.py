@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.placement import HOST
 
-__all__ = ["PerTower", "check_batch", "count_examples", "split_batch"]
+__all__ = ["PerTower", "check_batch", "count_examples", "even_sizes", "split_batch"]
 
 
 class PerTower:
@@ -39,7 +39,7 @@ def split_batch(batch, num_towers):
     with tf.device(HOST), tf.name_scope("split_batch"):
         leaves = [_to_tensor(leaf) for leaf in tf.nest.flatten(batch)]
         size = _batch_size(leaves, num_towers)
-        sizes = _shares(size, num_towers)
+        sizes = even_sizes(size, num_towers)
         # Named like what is split: TensorFlow names the op where sizes turn out to disagree when it runs.
         parts = [tf.split(leaf, sizes, num=num_towers, name=leaf.op.name.split("/")[-1]) if leaf.shape.rank
                  else [leaf] * num_towers for leaf in leaves]
@@ -139,7 +139,8 @@ def _batch_size(leaves, num_towers):
     return size
 
 
-def _shares(size, num_towers):
+def even_sizes(size, num_towers):
+    """Divides a number of examples, an int or a scalar tensor, over towers; the first ones take the rest."""
     if isinstance(size, int):
         return [size // num_towers + (i < size % num_towers) for i in range(num_towers)]
     towers = tf.range(num_towers)

@@ -163,15 +163,17 @@ class TowerBuilder:
         `tf.Variable` makes, it makes anew, as TensorFlow does without towers.
 
         Args:
-          model_fn: a function of the tower's batch. Returns its scalar loss, a mean over its examples; or a dict with a
-            "loss" and anything else; or any structure of tensors, if there is nothing to train. A "weight" in the dict,
-            a scalar, replaces the number of examples as the tower's share: the number of valid pixels, say. It is finite
-            and 0 or more, else its tower is named, now or when it runs. Where it may be 0 in a tower that has examples, let
-            the loss be finite there (`tf.div_no_nan`): the derivative of 0 / 0 is NaN, and reaches every tower that this one
-            meets.
-          batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or
-            `towers.PerTower`; or a function of the tower's `TowerContext` that makes its batch, on the host's CPU. A
-            tuple reaches `model_fn` as positional arguments, anything else as its one argument.
+          model_fn: a function of the tower's batch, which a tuple reaches as positional arguments, anything else as the one
+            argument. It returns
+
+            - its scalar loss, a mean over its examples;
+            - or a dict with a "loss" and anything else. A "weight" in it, a scalar, replaces the number of examples as the
+              tower's share: the number of valid pixels, say. It is finite and 0 or more, else its tower is named, now or when
+              it runs. Where it may be 0 in a tower that has examples, let the loss be finite there (`tf.div_no_nan`): the
+              derivative of 0 / 0 is NaN, and reaches every tower that this one meets;
+            - or any structure of tensors, if there is nothing to train.
+          batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or `towers.PerTower`; or a
+            function of the tower's `TowerContext` that makes its batch, on the host's CPU.
           training: bool or scalar bool tensor, for layers that ask `current_tower().training`.
           alike: whether to hold the towers against tower 0, op by op, see `towers.likeness`. False leaves out that check, for
             model functions that compute other things in other towers; `towers.may_differ` says so of some ops alone.
@@ -183,6 +185,12 @@ class TowerBuilder:
           RuntimeError: under eager execution, inside a tower, or where the model function fails in Keras 3.
           TypeError, ValueError: for a model function or batch that can't be used, or a loss that is no scalar.
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
+
+        Example:
+
+            replicas = builder.build(model_fn, (images, labels))
+            with tf.variable_scope(tf.get_variable_scope(), reuse=True):
+                evaluated = builder.build(model_fn, (images, labels), training=False).merged()
         """
         _check_call(model_fn)
         name_the_cure(self.devices + [self.aggregation_device])

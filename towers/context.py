@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 __all__ = ["TowerContext", "check_graph", "current_tower", "differentiate", "enter_tower", "is_differentiating", "may_differ",
-           "span"]
+           "outside_of_tower", "span"]
 
 _building = threading.local()
 
@@ -160,3 +160,11 @@ def enter_tower(context):
         yield context
     finally:
         _building.tower = outer
+
+
+def outside_of_tower(name, name_scope):
+    """Returns a name without the tower's component of `name_scope`; the scope around the towers stays."""
+    outer = name_scope[:name_scope.rstrip("/").rfind("/") + 1]
+    if name.startswith(name_scope):
+        return outer + name[len(name_scope):]
+    return name.replace("/" + name_scope, "/" + outer, 1)  # an average's name, within a variable scope

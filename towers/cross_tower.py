@@ -31,6 +31,10 @@ def all_reduce(tensor, reduction="sum", name=None):
       ValueError: for another reduction.
       TypeError: for the mean of integers, or a bool tensor.
       TowerMismatchError: where towers differ, see `towers.exchange`.
+
+    Example:
+
+        mean = towers.all_reduce(tf.reduce_sum(x)) / towers.all_reduce(tf.cast(tf.size(x), x.dtype))
     """
     if reduction not in ("sum", "mean"):
         raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
@@ -61,6 +65,10 @@ def all_gather(tensor, name=None):
     Raises:
       ValueError: if the rank is 0 or unknown.
       TowerMismatchError: where towers differ, see `towers.exchange`.
+
+    Example:
+
+        similar = tf.matmul(features, towers.all_gather(features), transpose_b=True)
     """
     tower = tower_here("all_gather")
     with tf.name_scope(name, "all_gather"):

@@ -38,6 +38,13 @@ def exchange(contributions, aggregate, results, kind="exchange", name=None):
       TowerMismatchError: (a ValueError) if this is not the exchange that tower 0 made in this turn. Towers that left
         fewer are found when the tower is complete.
       ValueError: inside control flow or in another graph than the towers'.
+
+    Example:
+
+        def largest(per_tower):
+            return [[tf.reduce_max([value for value, in per_tower])]] * len(per_tower)
+
+        of_all, = towers.exchange([tf.reduce_max(x)], largest, [(x.dtype, [])])
     """
     tower = tower_here(kind)
     with tf.name_scope(name, kind.replace(" ", "_")):

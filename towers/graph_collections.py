@@ -11,6 +11,7 @@ import re
 
 import tensorflow.compat.v1 as tf
 
+from towers.context import outside_of_tower
 from towers.graph_walk import is_variable
 from towers.private import rewire
 
@@ -118,8 +119,7 @@ def _strip_tags(summaries, name_scope, others):
     for summary in summaries:
         tag = _tag_of(summary)
         if tag and tag.startswith(name_scope):
-            outer = name_scope[:name_scope.rstrip("/").rfind("/") + 1]
-            plain = free = outer + tag[len(name_scope):]
+            plain = free = outside_of_tower(tag, name_scope)
             number = 0
             while free in taken:
                 number += 1

@@ -4,7 +4,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import taken_from_outside, waiting_for
 
-__all__ = ["VARIABLES", "ancestors", "calls_of", "descendants", "is_ref", "is_variable",
+__all__ = ["VARIABLES", "ancestors", "calls_of", "descendants", "end_of", "is_ref", "is_variable", "op_of",
            "reads_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
@@ -23,6 +23,18 @@ def is_variable(item):
     # tf.compat.v1.Variable knows no resource variables on TensorFlow 2.
     op = getattr(item, "op", None)
     return hasattr(item, "initializer") and hasattr(item, "assign") and getattr(op, "type", "") in VARIABLES
+
+
+def op_of(item):
+    """Returns the op of a tensor, variable or op; None for anything else."""
+    op = getattr(item, "op", item)
+    return op if isinstance(op, tf.Operation) else None
+
+
+def end_of(item):
+    """Returns (op, number of its output) of a tensor, variable or op; None for anything else."""
+    op = op_of(item)
+    return None if op is None else (op, getattr(item, "value_index", 0))
 
 
 def variable_of(op):

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.functions import MADE_UP, Functions
-from towers.graph_walk import VARIABLES
+from towers.graph_walk import VARIABLES, end_of
 from towers.private import taken_from_outside
 from towers.turns import TowerMismatchError, without_numbers
 
@@ -102,7 +102,7 @@ class _Comparison:
                 self._compare(a, b)
 
     def _push_leaves(self, a, b):
-        ends = [[_end(leaf) for leaf in tf.nest.flatten(of_tower, expand_composites=True)] for of_tower in (a, b)]
+        ends = [[end_of(leaf) for leaf in tf.nest.flatten(of_tower, expand_composites=True)] for of_tower in (a, b)]
         self._stack.extend(pair for pair in zip(*ends) if None not in pair)
 
     def _source(self, op, index, view):
@@ -212,12 +212,6 @@ class _Comparison:
     def _report(self, op, other, sentence):
         position = self._positions.get(op, -1)
         self.differences.append(_Difference(position, "Towers 0 and %d differ: in tower 0 %s." % (self._other.index, sentence)))
-
-
-def _end(leaf):
-    """Returns (op, index of the output) of a tensor, variable or op; None for anything else."""
-    op = getattr(leaf, "op", leaf)
-    return (op, getattr(leaf, "value_index", 0)) if isinstance(op, tf.Operation) else None
 
 
 def _first_input(end):

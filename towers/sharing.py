@@ -9,6 +9,7 @@ import contextlib
 
 import tensorflow.compat.v1 as tf
 
+from towers.context import outside_of_tower
 from towers.turns import TowerMismatchError, without_numbers
 
 __all__ = ["VariableSharing"]
@@ -44,7 +45,7 @@ class VariableSharing:
 
         def shared_getter(getter, name, *args, **kwargs):
             # tf.train.ExponentialMovingAverage names its variables by the tensors' ops.
-            return self._get(tower, getter, _outside_of_tower(name, name_scope), args, kwargs)
+            return self._get(tower, getter, outside_of_tower(name, name_scope), args, kwargs)
 
         def creator(next_creator, **kwargs):
             return self._create(tower, name_scope, next_creator, kwargs)
@@ -92,7 +93,7 @@ class VariableSharing:
         if self._in_get_variable:
             return next_creator(**kwargs)
         scope = tf.get_default_graph().get_name_scope()
-        relative = _outside_of_tower(scope + "/" if scope else "", name_scope)
+        relative = outside_of_tower(scope + "/" if scope else "", name_scope)
         creation = _Creation(relative, kwargs)
         if tower == 0:
             with tf.name_scope(relative or None):
@@ -156,14 +157,6 @@ class _Creation:
             value = tf.convert_to_tensor(value() if callable(value) else value, dtype=dtype)
             shape = value.shape if shape is None else shape
         return tf.TensorShape(shape), tf.as_dtype(dtype or value.dtype).base_dtype
-
-
-def _outside_of_tower(name, name_scope):
-    """Returns a name without the tower's component of `name_scope`; the scope around the towers stays."""
-    outer = name_scope[:name_scope.rstrip("/").rfind("/") + 1]
-    if name.startswith(name_scope):
-        return outer + name[len(name_scope):]
-    return name.replace("/" + name_scope, "/" + outer, 1)  # an average's name, within a variable scope
 
 
 def _only_later(name, tower, nearest=None):

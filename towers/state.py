@@ -11,15 +11,15 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.functions import Functions
-from towers.gradient_hook import with_gradient
-from towers.graph_walk import ancestors, descendants, is_ref, is_variable, reads_of, variable_of, writes_of
-from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
+from towers.graph_walk import ancestors, descendants, is_variable, op_of, variable_of, writes_of
+from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin
+from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
+from towers.written import View, own_leaves, takes_of_batch
 
-__all__ = ["READS", "read_after", "settle_state"]
+__all__ = ["settle_state"]
 
-READS = ("Identity", "ReadVariableOp")
 _FEW = 2000  # ops that are soon walked through
 # Reads of a few rows of what may be large: not worth a copy of all of it.
 _OF_ROWS = ("Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd")
@@ -47,78 +47,11 @@ def settle_state(towers, batches, collections):
     if not any(writes):
         return towers
     aggregated = towers[0].context.meetings.aggregated()
-    views = [_View(*each, aggregated) for each in zip(towers, _own(batches), collections, writes)]
+    views = [View(*each, aggregated) for each in zip(towers, own_leaves(batches), collections, writes)]
     state = _State(views)
     for variable in state.variables:
         state.settle(variable)
     return state.result()
-
-
-def _own(batches):
-    """Returns what of each tower's batch is not given to all of them, a list of sets of (op, number of the output)."""
-    leaves = [[_end(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)] for batch in batches]
-    return [{leaf for leaf in of_tower if not all(leaf in of_other for of_other in leaves)} for of_tower in leaves]
-
-
-def _end(tensor):
-    return tensor.op, getattr(tensor, "value_index", 0)
-
-
-class _View:
-    """What of a tower concerns its writes."""
-
-    def __init__(self, tower, batch, added, writes, aggregated):
-        self.tower, self.batch = tower, batch
-        self.ops = [op for op in tower.ops if op not in aggregated]
-        self.made = set(self.ops)
-        self.outputs = [leaf for leaf in tf.nest.flatten(tower.outputs, expand_composites=True) if _op(leaf) is not None]
-        self.needed = ancestors(self.outputs, within=self.made)
-        items = [item for of_key in added.values() for item in of_key if _op(item) is not None and not is_variable(item)]
-        reached = self.needed | ancestors(items, within=self.made)
-        self.writes = {op: variables for op, variables in writes.items() if op in reached and op in self.made}
-
-    def writes_to(self, variable):
-        """Returns the ops that write a variable, in the order in which they were made."""
-        return [op for op, variables in self.writes.items() if variable in variables]
-
-    def results(self, op):
-        """Returns the op itself, or where it stands in a tf.cond or loop what comes of it outside."""
-        outer, found, seen, stack = control_flow_now(op.graph), [], set(), [op]
-        while stack:
-            op = stack.pop()
-            if op in seen:
-                continue
-            seen.add(op)
-            if control_flow_of(op) is outer:
-                found.append(op)
-            else:
-                stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
-                stack.extend(waiting_for(op))
-        return sorted(found, key=lambda result: result.name)
-
-    def uses(self, variable):
-        """Returns how what the outputs need reads a variable: pairs of an op and the number of an input.
-
-        Of a resource variable it is the op that reads it, and None. What is read of a ref variable may be its own memory, so
-        there it is what takes that.
-        """
-        found, flow = [], control_flow_now(variable.graph)
-        for read in reads_of(variable):
-            if not is_ref(variable.outputs[0]):
-                found.append((read, None))
-            else:
-                tensors = list(read.outputs) if read.type in READS else []
-                tensors += [op.outputs[0] for tensor in tensors for op in tensor.consumers()
-                            if op.type == "Enter" and control_flow_of(op) is flow]  # of a loop around the towers
-                found += [(op, i) for tensor in tensors for op in tensor.consumers()
-                          for i, taken in enumerate(op.inputs) if taken is tensor]
-                found += [(read, i) for i, taken in enumerate(read.inputs) if not tensors and is_ref(taken)]
-        return [use for use in found if use[0] in self.needed and use[0] not in self.writes]
-
-
-def _op(item):
-    op = getattr(item, "op", item)
-    return op if isinstance(op, tf.Operation) else None
 
 
 class _State:
@@ -135,7 +68,7 @@ class _State:
         """Returns a dict from ops of later towers to tower 0's, of all that concerns writes of no tower's own data."""
         functions, found = Functions(tf.get_default_graph()), {}
         shareable = [v for v in self.variables if not any(
-            _takes_of_batch(op, view) for view in self._views for op in view.writes_to(v))]
+            takes_of_batch(op, view) for view in self._views for op in view.writes_to(v))]
         of_views = []
         for view in self._views if shareable else ():
             wanted = [op for v in shareable for op in self._results_and_reads(v, view)]
@@ -172,7 +105,7 @@ class _State:
         for view in self._views[1:]:
             for op in self._results_and_reads(variable, view):
                 if op in self._twins and control_flow_of(op) is control_flow_now(op.graph):
-                    _replace(op, self._twins[op], view)
+                    take_twin(op, self._twins[op])
                     self._stands_for[op] = self._twins[op]
         return True
 
@@ -191,7 +124,7 @@ class _State:
                             "The towers can't write the variable %r one after the other: they meet between %r and an earlier "
                             "tower's write. Write it once in a model function, or compute it of all towers' data."
                             % (_outer(variable).name, op.name))
-                    _run_after(op, earlier[variable.name], view)
+                    run_after_in(op, earlier[variable.name], view.ops)
             if len(of_tower) == 1:
                 self._read_after_all(variable, of_tower[0], last, view, direct)
             earlier = {variable.name: [result for op in of_tower for result in view.results(op)]}
@@ -203,7 +136,7 @@ class _State:
         before_last = ancestors([last])
         for op, _ in view.uses(variable):
             if op not in before_last and write in ancestors([op], within=view.made):
-                _run_after(op, [last], view)
+                run_after_in(op, [last], view.ops)
         for tensor, of_last in zip(write.outputs, last.outputs):
             for op in tensor.consumers():
                 if op in direct and op not in before_last:
@@ -223,17 +156,17 @@ class _State:
             if use in self._stands_for or is_after(results):
                 continue
             if copied:
-                snapshot = _copy(variable) if snapshot is None else snapshot
+                snapshot = copy_before_writes(variable) if snapshot is None else snapshot
                 rewire(use, index, snapshot)
             else:
                 for write in writes:
-                    _run_after(write, [result for result in results if result is not write], self._view_of(write))
+                    run_after_in(write, [result for result in results if result is not write], self._ops_beside(write))
         if snapshot is not None:
             for write in writes:
-                _run_after(write, [snapshot.op], self._view_of(write))
+                run_after_in(write, [snapshot.op], self._ops_beside(write))
 
-    def _view_of(self, op):
-        return next(view for view in self._views if op in view.made)
+    def _ops_beside(self, op):
+        return next(view.ops for view in self._views if op in view.made)
 
     def result(self):
         """Returns the towers with what stands for their outputs and updates now, and replaces what stands in collections."""
@@ -252,29 +185,13 @@ class _State:
             loss=self._stand_in(view.tower.loss), update_ops=self._without_twins(view.tower.update_ops)) for view in self._views]
 
     def _without_twins(self, items):
-        return [item for item in items if is_variable(item) or _op(item) not in self._stands_for]
+        return [item for item in items if is_variable(item) or op_of(item) not in self._stands_for]
 
     def _stand_in(self, item):
-        twin = None if item is None or is_variable(item) else self._stands_for.get(_op(item))
+        twin = None if item is None or is_variable(item) else self._stands_for.get(op_of(item))
         if twin is None or isinstance(item, tf.Operation):
             return item if twin is None else twin
-        return twin.outputs[item.value_index] if isinstance(item, tf.Tensor) else _read_of(twin)
-
-
-def _takes_of_batch(op, view):
-    """Tells whether a write takes what comes of a tower's own batch, as far as a quick look goes."""
-    seen, stack = set(), [op]
-    while stack:
-        op = stack.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        for tensor in op.inputs:
-            if _end(tensor) in view.batch:
-                return True
-            if tensor.op in view.made and tensor.op.type != "IdentityN":
-                stack.append(tensor.op)
-    return False
+        return twin.outputs[item.value_index] if isinstance(item, tf.Tensor) else read_written(twin)
 
 
 def _is_after(writes):
@@ -292,80 +209,6 @@ def _is_after(writes):
     return is_after
 
 
-def _replace(op, twin, view):
-    """Lets all that takes what an op of a later tower gives, or waits for it, take and wait for its twin."""
-    for tensor, of_twin in zip(op.outputs, twin.outputs):
-        for consumer in tensor.consumers():
-            for index, taken in enumerate(consumer.inputs):
-                if taken is tensor:
-                    rewire(consumer, index, of_twin)
-    for waiting in waiting_for(op):
-        wait_only_for(waiting, [twin if earlier is op else earlier for earlier in waiting.control_inputs])
-
-
-def _run_after(op, earlier, view):
-    """Makes an op wait for others; one inside a loop by what enters the loop."""
-    flow, outer = control_flow_of(op), control_flow_now(op.graph)
-    ops = [op]
-    while flow is not None and flow is not outer:
-        entries = [each for each in view.ops if each.type in ("Enter", "RefEnter") and control_flow_of(each) is flow]
-        ops, flow = entries or ops, outer_control_flow(flow)
-    for each in ops:
-        run_after(each, [other for other in earlier if other not in each.control_inputs])
-
-
-def _copy(variable):
-    """Returns a copy of what a ref variable holds before anyone writes it: what is read of it may be its own memory."""
-    graph = variable.graph
-    with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device):
-        with tf.name_scope(variable.name + "/before_writes/"):
-            return with_gradient("TowersCopy", lambda: [tf.raw_ops.DeepCopy(x=variable.outputs[0])], "DeepCopy")[0]
-
-
-@tf.RegisterGradient("TowersCopy")
-def _hand_on(_, dy):
-    return [dy]
-
-
-def read_after(op, earlier, movable):
-    """Moves what an op reads of variables, and its own write of one, behind earlier writes.
-
-    Args:
-      op: operation.
-      earlier: dict from names of variables' ops to lists of ops that wrote them.
-      movable: set of operations that are moved themselves, so that what they read stays theirs.
-    """
-    for index, tensor in enumerate(op.inputs):
-        source = _outside_of_loop(tensor.op)
-        if source.name in earlier:
-            run_after(op, earlier[source.name])  # reads or writes the variable itself
-        elif source not in movable and source.type in READS:
-            variable = _outside_of_loop(source.inputs[0].op)
-            if variable.name in earlier:
-                # A ref variable has one read op, shared by all: this op gets a read of its own.
-                with tf.device(source.device), tf.control_dependencies(earlier[variable.name]):
-                    rewire(op, index, _read(source))
-
-
-def _outside_of_loop(op):
-    """Returns what an op hands into a loop of control flow 1, or the op itself."""
-    while op.type in ("Enter", "RefEnter") and op.get_attr("is_constant"):
-        op = op.inputs[0].op
-    return op
-
-
-def _read_of(write):
-    """Returns what a resource variable holds after a write."""
-    with tf.control_dependencies([write]):
-        return tf.raw_ops.ReadVariableOp(resource=write.inputs[0], dtype=tf.as_dtype(write.get_attr("dtype")))
-
-
-def _read(source):
-    if source.type == "ReadVariableOp":
-        return tf.raw_ops.ReadVariableOp(resource=source.inputs[0], dtype=source.outputs[0].dtype)
-    return tf.identity(source.inputs[0])
-
-
 def _outer(variable):
     """Returns the op of a variable as the model knows it, not what stands for it in a loop's body."""
     return variable_of(variable) or variable  # what else is handed out by reference, a barrier say, stands for itself
@@ -373,7 +216,7 @@ def _outer(variable):
 
 def _warn(variable, write):
     variable = _outer(variable)
-    if any(variable is _op(metric) for metric in tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)):
+    if any(variable is op_of(metric) for metric in tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)):
         return  # sums and counts of examples, by TensorFlow's own definition
     warnings.warn(
         "Each tower writes the variable %r by what it computed of its own batch (%r in the last one), and the outputs wait for "

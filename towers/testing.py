@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.assignment import assign
-from towers.batch import PerTower
+from towers.batch import PerTower, even_sizes
 from towers.builder import TowerBuilder
 from towers.gradients import average_gradients, compute_gradients
 from towers.graph_walk import ancestors
@@ -114,7 +114,7 @@ def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_op
 
 def _check_sizes(sizes, size, num_towers):
     if sizes is None:
-        return [size // num_towers + (i < size % num_towers) for i in range(num_towers)]
+        return even_sizes(size, num_towers)
     if len(sizes) != num_towers or sum(sizes) != size:
         raise ValueError("sizes has to hold %d numbers that sum to the batch of %d, not %r." % (num_towers, size, sizes))
     return list(sizes)

@@ -8,10 +8,10 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.context import check_graph
-from towers.graph_walk import ancestors, written_variable, written_variables
+from towers.graph_walk import ancestors, op_of, written_variable, written_variables
 from towers.keras3 import CURE, made_by_keras3
 from towers.private import control_flow_now, control_flow_of, outer_control_flow
-from towers.state import READS, read_after
+from towers.ordering import READS, read_after
 
 __all__ = ["chosen_update_ops", "collect_update_ops"]
 
@@ -25,14 +25,15 @@ def collect_update_ops(replicas, policy="first"):
     `current_tower().add_update(op, shared=True)`, as sync batch norm's, belong to all towers and are returned once under
     every policy but "none".
 
-    Under "all" the towers' updates of one variable run in the order of the towers, each reading what the one before
-    wrote: a moving average `m` with decay `d` and batch moments `b_i` becomes `m <- d m + (1 - d) b_i` for i = 0 ... N-1.
-    To that end reads of the variable by updates that exist already are moved behind the earlier tower's write; a Session
-    that ran those ops before must not be used on.
+    - "first": tower 0's. "last": the last tower's. "none": none at all.
+    - "all": every tower's, those of one variable in the order of the towers, each reading what the one before wrote: a moving
+      average `m` with decay `d` and batch moments `b_i` becomes `m <- d m + (1 - d) b_i` for i = 0 ... N-1. To that end reads
+      of the variable by updates that exist already are moved behind the earlier tower's write; a Session that ran those ops
+      before must not be used on.
 
     Args:
       replicas: `Towers`.
-      policy: "first" (tower 0's), "all", "last" (the last tower's) or "none".
+      policy: "first", "all", "last" or "none".
 
     Returns:
       A list of operations and tensors.
@@ -44,6 +45,11 @@ def collect_update_ops(replicas, policy="first"):
 
     Warns:
       UserWarning: where the model function made an op that writes a moving statistic and nothing will run it.
+
+    Example:
+
+        with tf.control_dependencies(towers.collect_update_ops(replicas, "first")):
+            gradients = tf.gradients(replicas.loss, variables)
     """
     if policy not in POLICIES:
         raise ValueError("The policy for update ops is one of %s, not %r."
@@ -66,14 +72,10 @@ def chosen_update_ops(replicas, update_ops):
     """Returns what the argument `update_ops` names wherever it stands: those of a policy, or those of a list as they are."""
     if isinstance(update_ops, (list, tuple)):
         for update in update_ops:
-            if not isinstance(_op(update), tf.Operation):
+            if not isinstance(op_of(update), tf.Operation):
                 raise TypeError("An update op is an operation or a tensor, not %r." % (update,))
         return list(update_ops)
     return collect_update_ops(replicas, update_ops)
-
-
-def _op(update):
-    return getattr(update, "op", update)
 
 
 def _check_control_flow(updates, made):
@@ -84,7 +86,7 @@ def _check_control_flow(updates, made):
       made: list of operations, in which such updates are looked for.
     """
     graph, reached = tf.get_default_graph(), ancestors(updates)
-    for op in map(_op, updates):
+    for op in map(op_of, updates):
         if op.graph is not graph or control_flow_of(op) is not control_flow_now(graph):
             _refuse(op)
     for op in made:
@@ -146,7 +148,7 @@ def _warn_of_unreached(tower):
     variables = {v.op.name for v in tf.global_variables()} - {v.op.name for v in tf.trainable_variables()}
     initializers = {v.initializer for v in tf.global_variables() + tf.local_variables()}
     items = [item for key in graph.collections for item in graph.get_collection(key)] + tf.nest.flatten(tower.outputs)
-    reached = ancestors([i for i in items if isinstance(_op(i), tf.Operation) and _op(i).graph is graph])
+    reached = ancestors([i for i in items if isinstance(op_of(i), tf.Operation) and op_of(i).graph is graph])
     writers = {}  # name of a variable -> the ops that write it
     for op in tower.ops:
         written = written_variable(op)

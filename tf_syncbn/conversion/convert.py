@@ -146,7 +146,23 @@ def _find(added, batch, outputs, only, tower):
     Returns:
       Lists of the batch norms, of their scopes, and of the scopes of what would be one but depends on variables alone.
     """
-    ops, leaves = added.needed(outputs), [leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]
+    ops = added.needed(outputs)
+    _refuse_hidden(ops, only, tower)
+    found, suspects, of_variables, model, known = find_batch_norms(ops, batch)
+    scopes, unknown, of_variables = ([_scope_of(op, tower) for op in several] for several in (
+        [batch_norm.op for batch_norm in found], suspects, [batch_norm.op for batch_norm in of_variables]))
+    if tower.is_first and tower.num_towers > 1:
+        crossings = find_crossings(model, known, ancestors([leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]))
+        _warn_of_crossings([_scope_of(op, tower) for op in crossings], unknown, only)
+    if found and unknown and tower.is_first:
+        warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
+                      "tower: %s. %s" % (", ".join(map(repr, unknown)), _MEND), stacklevel=4)
+    if not found and tower.training is not False:
+        raise ValueError(_why_none_is_found(ops, unknown, len(averaged_layers(added.graph, tower))))
+    return found, scopes, of_variables
+
+
+def _refuse_hidden(ops, only, tower):
     hidden = [op for op in find_hidden(ops) if only is None or only(_scope_of(op, tower))]
     if hidden:
         raise ValueError(
@@ -154,28 +170,24 @@ def _find(added, batch, outputs, only, tower):
             "TensorFlow 2. Give the layer `training` as a bool, call the model without tf.function, or call "
             "tf.disable_control_flow_v2() when the program starts."
             % ", ".join(repr(tower.relative(op.name)) for op in hidden))
-    found, suspects, of_variables, model, known = find_batch_norms(ops, batch)
-    if tower.is_first and tower.num_towers > 1:
-        scopes_of_suspects = {_scope_of(op, tower) for op in suspects}
-        crossings = dict.fromkeys(_scope_of(op, tower) for op in find_crossings(model, known, ancestors(leaves)))
-        crossings = [scope for scope in crossings if scope not in scopes_of_suspects and (only is None or only(scope))]
-        if crossings:
-            warnings.warn(_CROSSING % ", ".join(map(repr, crossings)), stacklevel=4)
-    suspects = ", ".join(repr(_scope_of(op, tower)) for op in suspects)
-    if found and suspects and tower.is_first:
-        warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
-                      "tower: %s. %s" % (suspects, _MEND), stacklevel=4)
-    if not found and tower.training is not False:
-        if suspects:
-            raise ValueError("convert_model found no batch norm of a kind that it knows; what looks like one is %s. %s"
-                             % (suspects, _MEND))
-        synced, frozen = len(averaged_layers(added.graph, tower)), sum(is_fused(op) and not is_training(op) for op in ops)
-        raise ValueError(
-            "convert_model found no batch norm in training mode in what the model function returned%s%s. Is `training` True "
+
+
+def _warn_of_crossings(scopes, unknown, only):
+    scopes = [scope for scope in dict.fromkeys(scopes) if scope not in unknown and (only is None or only(scope))]
+    if scopes:
+        warnings.warn(_CROSSING % ", ".join(map(repr, scopes)), stacklevel=5)
+
+
+def _why_none_is_found(ops, unknown, num_synced):
+    """Returns the message for a model without batch norms to convert."""
+    if unknown:
+        return ("convert_model found no batch norm of a kind that it knows; what looks like one is %s. %s"
+                % (", ".join(map(repr, unknown)), _MEND))
+    frozen = sum(is_fused(op) and not is_training(op) for op in ops)
+    return ("convert_model found no batch norm in training mode in what the model function returned%s%s. Is `training` True "
             "where the layers are called, and does the loss depend on them?"
             % (", and %d fused ones in inference mode" % frozen if frozen else "",
-               ", besides %d of sync_batch_norm, which need no conversion" % synced if synced else ""))
-    return (found, *([_scope_of(batch_norm.op, tower) for batch_norm in several] for several in (found, of_variables)))
+               ", besides %d of sync_batch_norm, which need no conversion" % num_synced if num_synced else ""))
 
 
 def _check_chosen(chosen, scopes):

@@ -5,9 +5,9 @@ towers share. A loop of control flow 1 is a circle in the graph, so each questio
 """
 from towers.graph_walk import variable_of, written_variables
 
-__all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates", "settle"]
+__all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates", "is_of_variables", "settle"]
 
-_READS = ("Identity", "ReadVariableOp", "Enter", "Switch", "RefSwitch", "Cast")
+_PASSED_ON = ("Identity", "RefIdentity", "ReadVariableOp", "Enter", "RefEnter", "Switch", "RefSwitch", "Cast")
 _LOOPS_BACK = ("NextIteration", "RefNextIteration")
 
 
@@ -45,7 +45,7 @@ def depend_on_data(ops, batch):
         sources = [tensor.op for tensor in op.inputs]
         is_source = "Random" in op.type or op.type == "TruncatedNormal" or not sources and not _is_constant(op)
         return is_source or op in given or any(
-            known.get(s, False) if s in made else s in given or not _is_of_variables(s) for s in sources)
+            known.get(s, False) if s in made else s in given or not is_of_variables(s) for s in sources)
 
     return _chosen(settle(ops, is_of_data)) | given
 
@@ -54,19 +54,20 @@ def depend_on_variables(ops):
     """Returns those of `ops` that depend on variables, a set."""
     made = set(ops)
 
-    def is_of_variables(op, known):
+    def depends(op, known):
         return variable_of(op) is not None or any(
             known.get(tensor.op, False) if tensor.op in made else variable_of(_source(tensor.op)) is not None
             for tensor in op.inputs)
 
-    return _chosen(settle(ops, is_of_variables))
+    return _chosen(settle(ops, depends))
 
 
 def _chosen(answers):
     return {op for op, answer in answers.items() if answer}
 
 
-def _is_of_variables(op):
+def is_of_variables(op):
+    """Tells whether an op hands on a constant or a variable, or what was read of it."""
     return _is_constant(_source(op))
 
 
@@ -75,7 +76,7 @@ def _is_constant(op):
 
 
 def _source(op):
-    while op.type in _READS and op.inputs:
+    while op.type in _PASSED_ON and op.inputs:
         op = op.inputs[0].op
     return op
 
@@ -104,7 +105,7 @@ def find_statistics(ops, batch, batch_norms):
         tensors = [tensor for i, tensor in enumerate(op.inputs)
                    if tensor.dtype.base_dtype.is_floating and (op, i) not in counts]
         known = [({moments[t.name]}, False) if t.name in moments
-                 else found.get(t.op, ((), False)) if t.op in made else ((), not _is_of_variables(t.op)) for t in tensors]
+                 else found.get(t.op, ((), False)) if t.op in made else ((), not is_of_variables(t.op)) for t in tensors]
         if op.type == "NoOp":
             waits = [found[c] for c in op.control_inputs if c in found]
             known += waits + [((), True) for sources, _ in waits if not sources]  # a group of these and of others is no one's
@@ -112,7 +113,7 @@ def find_statistics(ops, batch, batch_norms):
             known += [(found[c][0], False) for c in op.control_inputs if c in found]
         sources = frozenset(source for of_input, _ in known for source in of_input)
         has_data = any(is_data for _, is_data in known) if tensors or op.type == "NoOp" else (
-            op in of_data and not _is_of_variables(op))
+            op in of_data and not is_of_variables(op))
         return sources, has_data
 
     return {op: sources for op, (sources, has_data) in settle(ops, sources_of).items() if not has_data}

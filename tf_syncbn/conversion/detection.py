@@ -64,7 +64,7 @@ def find_batch_norms(ops, batch):
             if batch_norm is not None:
                 (of_variables if op in model.of_weights else found).append(batch_norm)
     suspects, known = [], {op for batch_norm in found for op in batch_norm.ops}
-    known |= {root for batch_norm in found for root in roots_of(batch_norm.op, model) if not model.layout.axes(root.outputs[0])}
+    known |= {root for batch_norm in found for root in roots_of(batch_norm.op) if not model.layout.axes(root.outputs[0])}
     for op in ops:
         if op not in known and op not in model.of_weights and is_root(op):
             batch_norm, is_suspect = _sums(op, model, known)
@@ -113,7 +113,7 @@ def _moments(variance, model):
     for x, other in (centred, centred[::-1]):
         mean = _unchanged(other.op)
         if mean.type == "Mean" and mean in model.order and _is_same(mean.inputs[0], x) and reduced_axes(mean) == reduced:
-            kept, roots = tuple(axis for axis in range(x.shape.rank) if axis not in reduced), roots_of(variance, model)
+            kept, roots = tuple(axis for axis in range(x.shape.rank) if axis not in reduced), roots_of(variance)
             # The root of one number may be a loss or a summary.
             if not roots or not kept and not any(use_of(root, model) == "scales" for root in roots):
                 return None

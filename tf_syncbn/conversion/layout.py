@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.conversion.axis_rules import follow, reduced_axes
-from tf_syncbn.conversion.dependence import settle
+from tf_syncbn.conversion.dependence import is_of_variables, settle
 from tf_syncbn.conversion.factors import Known, along_first, level, plain
 
 __all__ = ["Examined", "Layout"]
-
-_PASSED_ON = ("Identity", "RefIdentity", "Enter", "RefEnter", "Switch", "RefSwitch", "Cast")
-_NO_DATA = ("VariableV2", "Variable", "VarHandleOp", "ReadVariableOp", "Const")
 
 
 class Examined(NamedTuple):
@@ -53,12 +50,9 @@ class Layout:
     def _known(self, tensor):
         if tensor.op in self._made and tensor.name not in self._given:
             return self._answers[tensor.op][tensor.value_index] if tensor.op in self._answers else Known()
-        source = tensor.op
-        while source.type in _PASSED_ON and source.inputs:
-            source = source.inputs[0].op
         if tensor.name in self._given:
             return Known(along_first(tensor, 2))
-        return Known(plain(tensor) if source.type in _NO_DATA else along_first(tensor))
+        return Known(plain(tensor) if is_of_variables(tensor.op) else along_first(tensor))
 
     def axes(self, tensor):
         """Returns the axes of a tensor along which examples lie, a list."""

@@ -8,7 +8,7 @@ import functools
 import tensorflow.compat.v1 as tf
 
 from towers.cross_tower import all_reduce
-from towers.graph_walk import ancestors, written_variable, written_variables
+from towers.graph_walk import ancestors, op_of, written_variable, written_variables
 from towers.private import branch_of, rewire, wait_only_for
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
@@ -44,14 +44,8 @@ class Added:
     def needed(self, outputs):
         """Returns those of the ops made since that outputs and items of collections depend on, in order."""
         items = tf.nest.flatten(outputs) + [item for key in self.graph.collections for item in self.items(key)]
-        reached = ancestors([item for item in items if _op(item) is not None and _op(item).graph is self.graph])
+        reached = ancestors([item for item in items if op_of(item) is not None and op_of(item).graph is self.graph])
         return [op for op in self.ops() if op in reached]
-
-
-def _op(item):
-    """Returns the op of a tensor, variable or op; None for anything else that a collection may hold."""
-    op = getattr(item, "op", item)
-    return op if isinstance(op, tf.Operation) else None
 
 
 def remember_unreplaced(batch_norms, scopes, statistics, tower):
@@ -213,7 +207,7 @@ class Replacement:
     def _share_updates(self):
         """Makes tower 0's updates those of all towers, also what a group holds of them beside others."""
         for item in self._added.items(tf.GraphKeys.UPDATE_OPS):
-            op = _op(item)
+            op = op_of(item)
             of_group = [c for c in op.control_inputs if c in self._updates] if op.type == "NoOp" else []
             self._tower.shared_updates.extend([item] if op in self._updates else of_group)
 
@@ -221,7 +215,7 @@ class Replacement:
         """Takes this tower's updates out of collections, and lets nothing wait for them: tower 0 makes them."""
         for key in self._added.graph.collections:
             self._added.replace(key, [item for item in self._added.items(key)
-                                      if _op(item) not in self._updates])
+                                      if op_of(item) not in self._updates])
         for op in self._added.needed(outputs):
             if op in self._updates and written_variable(op) is None and written_variables(op):
                 raise ValueError("convert_model: %r updates moving averages inside a tf.cond that the output waits for. Give the "

@@ -62,7 +62,7 @@ def _is_of_log(op):
     return False
 
 
-def roots_of(op, model):
+def roots_of(op):
     """Returns the roots that a variance, or the moments of a fused op, reach through arithmetic; a list."""
     seen, stack, roots = {op}, [op], []
     while stack:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import cudnn, cudnn_small, eigen, eigen_small, eigen_tf1, onednn, reference
+from tf_syncbn.kernels import cudnn, cudnn_small, eigen, eigen_plain, eigen_tf1, onednn, reference
 from tf_syncbn.kernels.fused_op import has_few_images
 from tf_syncbn.kernels.rows import accumulator, is_small, known_count
 
@@ -74,7 +74,7 @@ def _is_cpus(layer, machine):
     return machine.kind == "CPU" and layer.is_last and accumulator(layer.dtype) == tf.float32
 
 
-def _is_eigen_small(layer, machine):
+def _is_eigen_plain(layer, machine):
     # In float64 there is no fused op at all.
     small = is_small(layer) and machine.generation == 2 and not machine.onednn
     return machine.kind == "CPU" and layer.is_last and (accumulator(layer.dtype) == tf.float64 or small)
@@ -87,7 +87,7 @@ def _is_image(layer, machine):
 STRATEGIES = (
     Strategy("cudnn_small", _is_small_on_gpu, cudnn_small, _is_image),
     Strategy("cudnn", _is_cudnns, cudnn, _is_image),
-    Strategy("eigen_small", _is_eigen_small, eigen_small),
+    Strategy("eigen_plain", _is_eigen_plain, eigen_plain),
     Strategy("onednn", lambda layer, machine: _is_cpus(layer, machine) and machine.onednn, onednn, _is_image),
     Strategy("eigen_tf1", lambda layer, machine: _is_cpus(layer, machine) and machine.generation == 1, eigen_tf1),
     Strategy("eigen", _is_cpus, eigen),

@@ -1,0 +1,83 @@
+"""Who reads and writes a variable before whom: ops moved behind others, and given other inputs."""
+import tensorflow.compat.v1 as tf
+
+from towers.gradient_hook import with_gradient
+from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
+
+__all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin"]
+
+READS = ("Identity", "ReadVariableOp")
+
+
+def read_after(op, earlier, movable):
+    """Moves what an op reads of variables, and its own write of one, behind earlier writes.
+
+    Args:
+      op: operation.
+      earlier: dict from names of variables' ops to lists of ops that wrote them.
+      movable: set of operations that are moved themselves, so that what they read stays theirs.
+    """
+    for index, tensor in enumerate(op.inputs):
+        source = _outside_of_loop(tensor.op)
+        if source.name in earlier:
+            run_after(op, earlier[source.name])  # reads or writes the variable itself
+        elif source not in movable and source.type in READS:
+            variable = _outside_of_loop(source.inputs[0].op)
+            if variable.name in earlier:
+                # A ref variable has one read op, shared by all: this op gets a read of its own.
+                with tf.device(source.device), tf.control_dependencies(earlier[variable.name]):
+                    rewire(op, index, _read(source))
+
+
+def _outside_of_loop(op):
+    """Returns what an op hands into a loop of control flow 1, or the op itself."""
+    while op.type in ("Enter", "RefEnter") and op.get_attr("is_constant"):
+        op = op.inputs[0].op
+    return op
+
+
+def _read(source):
+    if source.type == "ReadVariableOp":
+        return tf.raw_ops.ReadVariableOp(resource=source.inputs[0], dtype=source.outputs[0].dtype)
+    return tf.identity(source.inputs[0])
+
+
+def read_written(write):
+    """Returns what a resource variable holds after a write."""
+    with tf.control_dependencies([write]):
+        return tf.raw_ops.ReadVariableOp(resource=write.inputs[0], dtype=tf.as_dtype(write.get_attr("dtype")))
+
+
+def copy_before_writes(variable):
+    """Returns a copy of what a ref variable holds before anyone writes it: what is read of it may be its own memory."""
+    graph = variable.graph
+    with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device):
+        with tf.name_scope(variable.name + "/before_writes/"):
+            return with_gradient("TowersCopy", lambda: [tf.raw_ops.DeepCopy(x=variable.outputs[0])], "DeepCopy")[0]
+
+
+@tf.RegisterGradient("TowersCopy")
+def _hand_on(_, dy):
+    return [dy]
+
+
+def run_after_in(op, earlier, ops_of_tower):
+    """Makes an op of a tower wait for others; one inside a loop by what of the tower enters the loop."""
+    flow, outer = control_flow_of(op), control_flow_now(op.graph)
+    ops = [op]
+    while flow is not None and flow is not outer:
+        entries = [each for each in ops_of_tower if each.type in ("Enter", "RefEnter") and control_flow_of(each) is flow]
+        ops, flow = entries or ops, outer_control_flow(flow)
+    for each in ops:
+        run_after(each, [other for other in earlier if other not in each.control_inputs])
+
+
+def take_twin(op, twin):
+    """Lets all that takes what an op gives, or waits for it, take and wait for its twin."""
+    for tensor, of_twin in zip(op.outputs, twin.outputs):
+        for consumer in tensor.consumers():
+            for index, taken in enumerate(consumer.inputs):
+                if taken is tensor:
+                    rewire(consumer, index, of_twin)
+    for waiting in waiting_for(op):
+        wait_only_for(waiting, [twin if earlier is op else earlier for earlier in waiting.control_inputs])

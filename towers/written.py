@@ -1,0 +1,83 @@
+"""What of one tower concerns the variables that its model function writes: the writes, and the reads that outputs need."""
+import tensorflow.compat.v1 as tf
+
+from towers.graph_walk import ancestors, end_of, is_ref, is_variable, op_of, reads_of
+from towers.ordering import READS
+from towers.private import control_flow_now, control_flow_of, waiting_for
+
+__all__ = ["View", "own_leaves", "takes_of_batch"]
+
+
+class View:
+    """What of a tower concerns its writes."""
+
+    def __init__(self, tower, batch, added, writes, aggregated):
+        self.tower, self.batch = tower, batch
+        self.ops = [op for op in tower.ops if op not in aggregated]
+        self.made = set(self.ops)
+        self.outputs = [leaf for leaf in tf.nest.flatten(tower.outputs, expand_composites=True) if op_of(leaf) is not None]
+        self.needed = ancestors(self.outputs, within=self.made)
+        items = [item for of_key in added.values() for item in of_key if op_of(item) is not None and not is_variable(item)]
+        reached = self.needed | ancestors(items, within=self.made)
+        self.writes = {op: variables for op, variables in writes.items() if op in reached and op in self.made}
+
+    def writes_to(self, variable):
+        """Returns the ops that write a variable, in the order in which they were made."""
+        return [op for op, variables in self.writes.items() if variable in variables]
+
+    def results(self, op):
+        """Returns the op itself, or where it stands in a tf.cond or loop what comes of it outside."""
+        outer, found, seen, stack = control_flow_now(op.graph), [], set(), [op]
+        while stack:
+            op = stack.pop()
+            if op in seen:
+                continue
+            seen.add(op)
+            if control_flow_of(op) is outer:
+                found.append(op)
+            else:
+                stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
+                stack.extend(waiting_for(op))
+        return sorted(found, key=lambda result: result.name)
+
+    def uses(self, variable):
+        """Returns how what the outputs need reads a variable: pairs of an op and the number of an input.
+
+        Of a resource variable it is the op that reads it, and None. What is read of a ref variable may be its own memory, so
+        there it is what takes that.
+        """
+        found, flow = [], control_flow_now(variable.graph)
+        for read in reads_of(variable):
+            if not is_ref(variable.outputs[0]):
+                found.append((read, None))
+            else:
+                tensors = list(read.outputs) if read.type in READS else []
+                tensors += [op.outputs[0] for tensor in tensors for op in tensor.consumers()
+                            if op.type == "Enter" and control_flow_of(op) is flow]  # of a loop around the towers
+                found += [(op, i) for tensor in tensors for op in tensor.consumers()
+                          for i, taken in enumerate(op.inputs) if taken is tensor]
+                found += [(read, i) for i, taken in enumerate(read.inputs) if not tensors and is_ref(taken)]
+        return [use for use in found if use[0] in self.needed and use[0] not in self.writes]
+
+
+def own_leaves(batches):
+    """Returns what of each tower's batch is not given to all of them, a list of sets of (op, number of the output)."""
+    leaves = [[end_of(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
+              for batch in batches]
+    return [{leaf for leaf in of_tower if not all(leaf in of_other for of_other in leaves)} for of_tower in leaves]
+
+
+def takes_of_batch(op, view):
+    """Tells whether a write takes what comes of a tower's own batch, as far as a quick look goes."""
+    seen, stack = set(), [op]
+    while stack:
+        op = stack.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        for tensor in op.inputs:
+            if end_of(tensor) in view.batch:
+                return True
+            if tensor.op in view.made and tensor.op.type != "IdentityN":
+                stack.append(tensor.op)
+    return False
