@@ -13,7 +13,7 @@ from tests.batch_norm_oracle import normalized
 from tests.support import build, cpus, run, session
 from towers import current_tower
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
-from tf_syncbn.kernels.moments import unpack
+from tf_syncbn.kernels.moments import split
 from tf_syncbn.whole_batch import moments_over_towers
 
 ROOT = Path(__file__).parent.parent
@@ -168,7 +168,7 @@ def synced(x):
 
 
 def by_moments(x):
-    _, mean, variance = unpack(moments_over_towers(x, x.shape.rank - 1, current_tower()))
+    _, mean, variance = split(moments_over_towers(x, x.shape.rank - 1, current_tower()))
     return (x - mean) / tf.sqrt(variance + 1e-3)
 
 

@@ -20,7 +20,7 @@ ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "t
                     "overlap", "gradients", "transforms", "training", "assignment", "testing"],
          "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",
                        "kernels.fused_op", "kernels.reference", "kernels.cudnn", "kernels.cudnn_small", "kernels.onednn",
-                       "kernels.eigen_tf1", "kernels.eigen_plain", "kernels.eigen", "kernels.__init__", "kernels.choose",
+                       "kernels.eigen_tf1", "kernels.eigen", "kernels.eigen_plain", "kernels.__init__", "kernels.choose",
                        "kernels.inference", "arguments",
                        "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",
                        "conversion.dependence", "conversion.factors", "conversion.axis_rules", "conversion.layout",

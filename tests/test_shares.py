@@ -4,8 +4,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 import tensorflow.compat.v2 as tf2
 
+import tf_syncbn
 import towers
 from tests.support import build, cpus, run, session
+from towers.testing import assert_equals_one_batch
 
 X = np.random.RandomState(0).randn(10, 3).astype(np.float32)
 SGD = tf.train.GradientDescentOptimizer
@@ -21,7 +23,7 @@ def fed(count, dtype=tf.float32):
 
 
 def asserts():
-    return [op for op in tf.get_default_graph().get_operations() if op.type == "Assert"]
+    return [op for op in tf.get_default_graph().get_operations() if op.type == "Assert" and "weighted_loss" not in op.name]
 
 
 @pytest.mark.parametrize("weight,words", [
@@ -70,6 +72,42 @@ def test_weights_that_are_0_or_more_share_as_before(dtype):
     np.testing.assert_array_equal(found, expected)
     assert loss == pytest.approx(expected[0] * X[:1].mean() + expected[2] * X[4:].mean(), rel=1e-5)
     assert len(asserts()) == (3 if dtype in (tf.float32, tf.int32) else 0)
+
+
+def over_valid(divide):
+    def model_fn(x, valid):
+        y = tf_syncbn.sync_batch_norm(x * tf.get_variable("w", [3], initializer=tf.ones_initializer()))
+        number = tf.reduce_sum(valid)
+        return {"loss": divide(tf.reduce_sum(tf.reduce_mean(tf.sin(y), 1) * valid), number), "weight": number}
+    return model_fn
+
+
+def test_a_loss_that_is_nan_where_its_weight_is_0_fails_by_the_tower_before_anything_is_trained():
+    valid = np.array([1, 1, 1, 1, 0, 0, 0, 1, 0, 1], np.float32)  # none in tower 1 of 4, 3 and 3 examples
+    replicas = build(over_valid(tf.divide), (X, valid), 3)
+    train_op = towers.minimize(replicas, SGD(1.0))
+    variable, = tf.trainable_variables("w")
+    with session() as made:
+        made.run(tf.global_variables_initializer())
+        for fetch in (replicas.loss, train_op):
+            with pytest.raises(tf.errors.InvalidArgumentError, match=r"loss of tower 1 \(.*\) is not finite.*tf.div_no_nan"):
+                made.run(fetch)
+        np.testing.assert_array_equal(made.run(variable), np.ones(3))
+
+
+def test_a_loss_that_is_0_where_its_weight_is_0_trains_as_one_batch():
+    valid = np.array([1, 1, 1, 1, 0, 0, 0, 1, 0, 1], np.float32)
+    assert_equals_one_batch(over_valid(tf.div_no_nan), (X, valid), 3)
+
+
+def test_a_loss_of_no_examples_may_be_nan():
+    x, valid = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None])
+    replicas = build(over_valid(tf.divide), (x, valid), 3)
+    train_op = towers.minimize(replicas, SGD(1.0))
+    with session() as made:
+        made.run(tf.global_variables_initializer())
+        loss, _ = made.run([replicas.loss, train_op], {x: X[:2], valid: np.ones(2)})
+        assert np.isfinite([loss, *made.run(tf.trainable_variables("w"))[0]]).all()
 
 
 def test_check_of_a_weight_stands_on_the_host_and_in_no_tf_cond():

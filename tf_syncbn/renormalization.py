@@ -69,16 +69,8 @@ def with_corrections(aggregate, training, mean, stddev, limits, epsilon):
     They are computed where towers meet, once a group, and all towers' moments come after them: whatever moves `mean` and
     `stddev` by those moments moves them after every correction has read them.
 
-    Args:
-      aggregate: a function of a list over towers of [packed moments] that returns a list over towers of [the group's
-        moments, all towers' moments].
-      training: see `corrections`.
-      mean, stddev: variables [C].
-      limits: dict of rmin, rmax, dmax.
-      epsilon: float.
-
-    Returns:
-      A function as `aggregate` that returns [the group's moments, all towers' moments, corrections].
+    `aggregate` returns, for each tower, the moments of its group and those of all towers; what is returned here returns the
+    corrections behind them. `mean` and `stddev` are variables [C], `limits` is a dict of rmin, rmax and dmax.
     """
     def corrected(per_tower):
         merged = aggregate(per_tower)

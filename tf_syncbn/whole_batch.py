@@ -60,52 +60,48 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     arguments = dict(arguments, axis=how.axis, epsilon=how.epsilon, group_size=how.group_size, mask=mask is not None,
                      scale=gamma is not None, center=beta is not None, training=True if training is None else training)
     with _span(tower, x, gamma, beta, mask, training, frozen):
-        return _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, correct, arguments)
+        layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
+        strategy, known = choose(layer, machine), known_count(x, how.axis, mask)
+        how = how._replace(kernels=strategy.kernels)
+        is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
+        if is_plain and (tower is None or tower.num_towers == 1) and machine.kind == "GPU" and strategy.as_one_op(layer, machine):
+            if tower is not None:
+                next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
+            return fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
+        packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
+        channels = tf.dimension_value(x.shape[how.axis])
+        merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
+        if correct is not None:
+            results.append((packed.dtype, [2 * channels]))
+            place, used, whole, corrections = _meet(packed, known, correct(merged), results, tower, arguments)
+            r, d = tf.split(tf.stop_gradient(corrections), 2)
+            gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
+            beta = d if beta is None else beta + d
+        elif how.group_size is not None:
+            place, used, whole = _meet(packed, known, merged, results, tower, arguments)
+        else:
+            place, used = _meet(packed, known, _whole, results[:1], tower, arguments)
+            whole = used
+        moments = call(split, used)
+        if training is not None:
+            moments[1:] = [tf.where_v2(training, new, old) for new, old in zip(moments[1:], frozen)]
+        optional = (gamma, beta, mask, training)
+        if strategy.as_one_op(layer, machine):
+            # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op,
+            # whose own gradient hands dy on to it.
+            x = _with_gradient(place, how, x, moments, x, optional)
+            y, = with_gradient(
+                "TowersHandOn", lambda: [fused_op.normalize_images(x, *moments[1:], gamma, beta, how.epsilon,
+                                                                   fused_op.data_format(x, how.axis))],
+                ("FusedBatchNormV2", "FusedBatchNormV3"))
+            return y, whole
+        y = call(how.kernels.normalize, x, *moments[1:], gamma, beta, axis=how.axis, epsilon=how.epsilon)
+        return _with_gradient(place, how, y, moments, x, optional), whole
 
 
 def _span(tower, *inputs):
     """Holds a layer together: kernels follow the size of its input, so towers of other sizes may compute it otherwise."""
     return span(None if tower is None else ("sync_batch_norm", tower.meetings.turns.next_of(tower.index)), *inputs)
-
-
-def _normalize_over_towers(x, gamma, beta, how, tower, mask, training, frozen, correct, arguments):
-    layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
-    strategy, known = choose(layer, machine), known_count(x, how.axis, mask)
-    how = how._replace(kernels=strategy.kernels)
-    is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
-    if is_plain and (tower is None or tower.num_towers == 1) and machine.kind == "GPU" and strategy.as_one_op(layer, machine):
-        if tower is not None:
-            next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
-        return fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
-    packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
-    channels = tf.dimension_value(x.shape[how.axis])
-    merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
-    if correct is not None:
-        results.append((packed.dtype, [2 * channels]))
-        place, used, whole, corrections = _meet(packed, known, correct(merged), results, tower, arguments)
-        r, d = tf.split(tf.stop_gradient(corrections), 2)
-        gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
-        beta = d if beta is None else beta + d
-    elif how.group_size is not None:
-        place, used, whole = _meet(packed, known, merged, results, tower, arguments)
-    else:
-        place, used = _meet(packed, known, _whole, results[:1], tower, arguments)
-        whole = used
-    moments = call(split, used)
-    if training is not None:
-        moments[1:] = [tf.where_v2(training, new, old) for new, old in zip(moments[1:], frozen)]
-    optional = (gamma, beta, mask, training)
-    if strategy.as_one_op(layer, machine):
-        # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op, whose
-        # own gradient hands dy on to it.
-        x = _with_gradient(place, how, x, moments, x, optional)
-        y, = with_gradient(
-            "SyncBatchNormOutput", lambda: [fused_op.normalize_images(x, *moments[1:], gamma, beta, how.epsilon,
-                                                                      fused_op.data_format(x, how.axis))],
-            ("FusedBatchNormV2", "FusedBatchNormV3"))
-        return y, whole
-    y = call(how.kernels.normalize, x, *moments[1:], gamma, beta, axis=how.axis, epsilon=how.epsilon)
-    return _with_gradient(place, how, y, moments, x, optional), whole
 
 
 def moments_over_towers(x, axis, tower):
@@ -122,15 +118,11 @@ def moments_over_towers(x, axis, tower):
       Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.kernels.moments.merge`. Gradients pass its means and variances.
     """
     with _span(tower, x):
-        return _moments_over_towers(x, axis, tower)
-
-
-def _moments_over_towers(x, axis, tower):
-    kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
-    packed = call(kernels.local_moments, x, None, axis=axis)
-    results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
-    place, whole = _meet(packed, known_count(x, axis), _whole, results, tower, {"axis": axis})
-    return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
+        kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
+        packed = call(kernels.local_moments, x, None, axis=axis)
+        results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
+        place, whole = _meet(packed, known_count(x, axis), _whole, results, tower, {"axis": axis})
+        return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
 
 
 def machine_of(x, tower):
@@ -191,31 +183,27 @@ def _sync_batch_norm_gradient(op, dy, _, d_mean, d_variance, *__):
     dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
     d_moments = [] if _is_zeros(d_mean) and _is_zeros(d_variance) else [d_mean, d_variance]
     with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
-        return _layer_gradient(op, dy, d_moments, place, how, optional)
+        (count, mean, variance), x = op.outputs[1:4], op.inputs[4]
+        given = iter(op.inputs[5:])
+        gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
+        options = {"axis": how.axis, "epsilon": how.epsilon}
+        with tf.name_scope("exchange"):
+            sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, mean, variance, gamma, masked=mask is not None,
+                                               plain=reference.gradient_sums, **options)
+            d_beta, d_gamma, scale = tf.unstack(sums)
+            totals = tf.concat([sums, tf.stack(d_moments)], 0) if d_moments else sums
+            if place is not None:
+                totals = cross_tower_sum_at(place, totals, how.group_size)
+        dy, scaled = (None, scaled[0]) if scaled else (dy, None)
+        dx, = call_with_gradient(how.kernels.input_gradient, dy, x, count, mean, variance, scale, totals, scaled, training, mask,
+                                 plain=reference.input_gradient, **options)
+        of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
+        return [None, None, None, None, dx] + of_optional
 
 
 def _gradient_span(op, place, *inputs):
     """Holds a layer's gradient together in a model function that takes it, as `_span` does the layer."""
     return span(("sync_batch_norm gradient", op.name if place is None else place.key), *inputs)
-
-
-def _layer_gradient(op, dy, d_moments, place, how, optional):
-    (count, mean, variance), x = op.outputs[1:4], op.inputs[4]
-    given = iter(op.inputs[5:])
-    gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
-    options = {"axis": how.axis, "epsilon": how.epsilon}
-    with tf.name_scope("exchange"):
-        sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, mean, variance, gamma, masked=mask is not None,
-                                           plain=reference.gradient_sums, **options)
-        d_beta, d_gamma, scale = tf.unstack(sums)
-        totals = tf.concat([sums, tf.stack(d_moments)], 0) if d_moments else sums
-        if place is not None:
-            totals = cross_tower_sum_at(place, totals, how.group_size)
-    dy, scaled = (None, scaled[0]) if scaled else (dy, None)
-    dx, = call_with_gradient(how.kernels.input_gradient, dy, x, count, mean, variance, scale, totals, scaled, training, mask,
-                             plain=reference.input_gradient, **options)
-    of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
-    return [None, None, None, None, dx] + of_optional
 
 
 @tf.RegisterGradient("SyncMoments")
@@ -238,11 +226,6 @@ def _moments_gradient(x, moments, d_moments, *, axis):
     wide = tf.cast(x, moments.dtype)
     dx = (wide - along(mean, x, axis)) * along(2 * share * d_variance, x, axis) + along(share * d_mean, x, axis)
     return tf.cast(dx, x.dtype),
-
-
-@tf.RegisterGradient("SyncBatchNormOutput")
-def _hand_on(_, dy, *__):
-    return [dy, None, None, None, None]
 
 
 def _is_zeros(tensor):

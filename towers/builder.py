@@ -19,7 +19,7 @@ from towers.meetings import Meetings
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure, tower_device_function,
                               variable_device, warn_of_absent_devices)
 from towers.private import take_in
-from towers.shares import count, shares
+from towers.shares import checked_loss, count, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
 from towers.sums import sum_in_order
@@ -169,8 +169,8 @@ class TowerBuilder:
             - its scalar loss, a mean over its examples;
             - or a dict with a "loss" and anything else. A "weight" in it, a scalar, replaces the number of examples as the
               tower's share: the number of valid pixels, say. It is finite and 0 or more, else its tower is named, now or when
-              it runs. Where it may be 0 in a tower that has examples, let the loss be finite there (`tf.div_no_nan`): the
-              derivative of 0 / 0 is NaN, and reaches every tower that this one meets;
+              it runs. Where it is 0 in a tower that has examples, the loss has to be finite (`tf.div_no_nan`): the derivative
+              of 0 / 0 is NaN, and would reach every tower that this one meets. That fails by the tower's name too;
             - or any structure of tensors, if there is nothing to train.
           batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or `towers.PerTower`; or a
             function of the tower's `TowerContext` that makes its batch, on the host's CPU.
@@ -250,7 +250,10 @@ class _Build:
         self._meetings.turns.check_complete(index)
         self.added.append(added)
         weight, updates = count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, [])
-        return Tower(context, outputs, _loss_of(outputs, index), weight, updates, graph.get_operations()[first_op:])
+        loss, ops = _loss_of(outputs, index), graph.get_operations()[first_op:]
+        if loss is not None and isinstance(outputs, dict) and "weight" in outputs:
+            loss = checked_loss(loss, weight, args, context)
+        return Tower(context, outputs, loss, weight, updates, ops)
 
 
 def _check_call(model_fn):

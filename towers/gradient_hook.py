@@ -43,6 +43,11 @@ def with_gradient(gradient, build, op_type, detail=None):
     return outputs
 
 
+@tf.RegisterGradient("TowersHandOn")
+def _hand_on(op, dy, *_):
+    return [dy] + [None] * (len(op.inputs) - 1)
+
+
 def detail_of(op):
     """Returns the detail that `with_gradient` kept with an op; None of others, and in a graph that was imported."""
     return getattr(op.graph, _DETAILS, {}).get(op.name)

@@ -53,12 +53,7 @@ def copy_before_writes(variable):
     graph = variable.graph
     with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device):
         with tf.name_scope(variable.name + "/before_writes/"):
-            return with_gradient("TowersCopy", lambda: [tf.raw_ops.DeepCopy(x=variable.outputs[0])], "DeepCopy")[0]
-
-
-@tf.RegisterGradient("TowersCopy")
-def _hand_on(_, dy):
-    return [dy]
+            return with_gradient("TowersHandOn", lambda: [tf.raw_ops.DeepCopy(x=variable.outputs[0])], "DeepCopy")[0]
 
 
 def run_after_in(op, earlier, ops_of_tower):

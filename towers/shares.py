@@ -12,7 +12,7 @@ from towers.placement import HOST
 from towers.sums import sum_in_order
 from towers.turns import TowerMismatchError
 
-__all__ = ["count", "shares"]
+__all__ = ["checked_loss", "count", "shares"]
 
 
 def count(outputs, batch, context):
@@ -61,6 +61,26 @@ def shares(counts, device):
         counts = [tf.cast(number, tf.float64) for number in counts]
         total = sum_in_order(counts)
         return [tf.div_no_nan(number, total) for number in counts]
+
+
+def checked_loss(loss, weight, batch, context):
+    """Returns a tower's loss, which fails when it is run if it is infinite or NaN where a "weight" of 0 takes it away.
+
+    What it is made of is NaN in the backward pass too, and reaches every tower that this one meets. A batch without examples
+    hands nothing on.
+    """
+    known = tf.get_static_value(weight) if tf.is_tensor(weight) else weight
+    if known is None or not known:
+        leaves = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+        with tf.name_scope(context.name_scope + "weighted_loss/"), tf.device(HOST):
+            is_empty = tf.reduce_any([tf.equal(tf.shape(leaf)[0], 0) for leaf in leaves] or [False])
+            fine = tf.reduce_any([is_empty, tf.is_finite(loss), tf.cast(weight, tf.float64) > 0])
+            check = tf.raw_ops.Assert(condition=fine, data=[
+                "The loss of tower %d (%s) is not finite where its weight is 0, so its derivatives are NaN. Divide by "
+                "tf.div_no_nan in the model function. It is" % (context.index, loss.name), loss])
+        with tf.device(context.device), tf.control_dependencies([check]):
+            return tf.identity(loss)
+    return loss
 
 
 def _checked(weight, context):

@@ -45,11 +45,6 @@ def collect_update_ops(replicas, policy="first"):
 
     Warns:
       UserWarning: where the model function made an op that writes a moving statistic and nothing will run it.
-
-    Example:
-
-        with tf.control_dependencies(towers.collect_update_ops(replicas, "first")):
-            gradients = tf.gradients(replicas.loss, variables)
     """
     if policy not in POLICIES:
         raise ValueError("The policy for update ops is one of %s, not %r."

@@ -105,7 +105,9 @@ def convert_model(model_fn, only=None):
         found, scopes, of_variables = _find(added, batch, outputs, only, tower)
         if tower.is_first:
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
-            _check_chosen(chosen, scopes)
+            if scopes and not any(chosen):
+                raise ValueError("convert_model: `only` chooses none of the model's batch norms, whose scopes are %s."
+                                 % ", ".join(map(repr, scopes)))
         elif len(found) != len(chosen):
             raise TowerMismatchError("Tower %d has %d batch norms to convert and tower 0 has %d."
                                      % (tower.index, len(found), len(chosen)))
@@ -141,11 +143,7 @@ def _search(only):
 
 
 def _find(added, batch, outputs, only, tower):
-    """Finds the batch norms that the outputs need; refuses hidden ones, warns of unknown ones.
-
-    Returns:
-      Lists of the batch norms, of their scopes, and of the scopes of what would be one but depends on variables alone.
-    """
+    """Returns lists of the batch norms that the outputs need, of their scopes, and of the scopes of standardized weights."""
     ops = added.needed(outputs)
     _refuse_hidden(ops, only, tower)
     found, suspects, of_variables, model, known = find_batch_norms(ops, batch)
@@ -188,12 +186,6 @@ def _why_none_is_found(ops, unknown, num_synced):
             "where the layers are called, and does the loss depend on them?"
             % (", and %d fused ones in inference mode" % frozen if frozen else "",
                ", besides %d of sync_batch_norm, which need no conversion" % num_synced if num_synced else ""))
-
-
-def _check_chosen(chosen, scopes):
-    if scopes and not any(chosen):
-        raise ValueError("convert_model: `only` chooses none of the model's batch norms, whose scopes are %s."
-                         % ", ".join(map(repr, scopes)))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from towers.private import branch_of, rewire, wait_only_for
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
 from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
-from tf_syncbn.kernels.moments import bessel, unpack
+from tf_syncbn.kernels.moments import bessel, split
 from tf_syncbn.kernels.rows import accumulator
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
@@ -149,14 +149,14 @@ class Replacement:
     def _moments(self, batch_norm):
         x, kept = batch_norm.x, batch_norm.kept
         whole = moments_over_towers(*_along_one_axis(batch_norm), self._tower)
-        _, mean, variance = (tf.cast(m, x.dtype) for m in unpack(whole))
+        _, mean, variance = (tf.cast(m, x.dtype) for m in split(whole))
         for op, new in [(batch_norm.op, variance)] + [(op, mean) for op in batch_norm.means]:
             keeps = op.get_attr("keep_dims")
             sizes = [size if i in kept else 1 for i, size in enumerate(x.shape.as_list()) if i in kept or keeps]
             self._replace(op.outputs[0], tf.reshape(new, sizes))
         self._replace_counts(batch_norm)
         for op, number in batch_norm.corrected:
-            count = unpack(tf.stop_gradient(whole))[0]
+            count = tf.reshape(split(tf.stop_gradient(whole))[0], [])
             self._replace(op.outputs[0], op.outputs[0] * tf.cast(
                 bessel(count) * ((number - 1) / number), op.outputs[0].dtype))
         return whole
@@ -227,7 +227,7 @@ class Replacement:
 
 def _batch_moments(op, whole):
     """Returns the batch mean and variance that a fused op hands out: with Bessel's correction, part by part if it averages."""
-    count, mean, variance = unpack(tf.stop_gradient(whole))
+    count, mean, variance = split(tf.stop_gradient(whole))
     moments = [mean, variance * bessel(count)]
     try:
         factor = op.get_attr("exponential_avg_factor")

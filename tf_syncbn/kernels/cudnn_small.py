@@ -11,5 +11,5 @@ MOST_NUMBERS = 1 << 22  # of a tensor
 
 
 def local_moments(x, mask, *, axis):
-    """See `tf_syncbn.kernels.reference.local_moments`."""
+    """See `tf_syncbn.kernels.local_moments`."""
     return cudnn.local_moments(x, mask, axis=axis) if mask is not None else fused_op.local_moments(x, axis)

@@ -1,32 +1,10 @@
 """Eigen's kernels on a CPU, TensorFlow 1: sums by products with ones, and the fused op for products with vectors."""
 from tf_syncbn.kernels.fused_op import standardize
-from tf_syncbn.kernels.local_moments import moments_as_it_is, moments_by_differences
-from tf_syncbn.kernels.reference import input_gradient_by, normalize_by, sums_only
-from tf_syncbn.kernels.rows import is_small
+from tf_syncbn.kernels.local_moments import moments_kernel
+from tf_syncbn.kernels.reference import product_kernels, sums_kernel
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 
-_PRODUCT, _SHORT_PRODUCT = 512, 128  # rows
-_FEW = 1 << 15  # numbers of a tensor up to which moments by differences are faster
-
-
-def local_moments(x, mask, *, axis):
-    """See `tf_syncbn.kernels.reference.local_moments`."""
-    if mask is None and not is_small(x, _FEW):
-        return moments_as_it_is(x, _SHORT_PRODUCT)
-    return moments_by_differences(x, mask, axis, _PRODUCT)
-
-
-def normalize(x, mean, variance, gamma, beta, *, axis, epsilon):
-    """See `tf_syncbn.kernels.reference.normalize`."""
-    return normalize_by(standardize, x, mean, variance, gamma, beta, axis, epsilon)
-
-
-def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon):
-    """See `tf_syncbn.kernels.reference.gradient_sums`."""
-    return sums_only(dy, x, mean, variance, gamma, masked, axis, epsilon, _PRODUCT, 0)
-
-
-def input_gradient(dy, x, count, mean, variance, scale, totals, scaled, training, mask, *, axis, epsilon):
-    """See `tf_syncbn.kernels.reference.input_gradient`."""
-    return input_gradient_by(standardize, dy, x, count, mean, variance, scale, totals, scaled, training, mask, axis, epsilon)
+local_moments = moments_kernel(product=512, short_product=128, few=1 << 15)
+normalize, input_gradient = product_kernels(standardize)
+gradient_sums = sums_kernel(product=512)

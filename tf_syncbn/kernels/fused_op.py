@@ -3,8 +3,8 @@ import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.rows import join_rows, known_count, shape_of
 
-__all__ = ["LEAST_EPSILON", "data_format", "gradient_sums", "has_few_images", "local_moments", "normalize_images",
-           "normalize_images_alone", "standardize"]
+__all__ = ["LEAST_EPSILON", "data_format", "has_few_images", "local_moments", "normalize_images",
+           "normalize_images_alone", "standardize", "sums_kernel"]
 
 LEAST_EPSILON = 1.001e-5  # that cuDNN takes
 _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
@@ -19,16 +19,20 @@ def standardize(x, mean, variance, scale, offset, axis, epsilon, row=0):
     return _shaped_as(normalize_images(_as_images(images), *vectors, epsilon, data_format(x, axis)), x)
 
 
-def gradient_sums(dy, x, mean, variance, gamma, epsilon):
-    """Computes what `tf_syncbn.kernels.reference.gradient_sums` does, channels last and without a mask, by the fused gradient."""
-    inverse = tf.rsqrt(variance + epsilon)
-    scale = inverse if gamma is None else gamma * inverse
-    with tf.control_dependencies([dy]):  # as there
-        dy, x = tf.cast(dy, mean.dtype), tf.cast(x, mean.dtype)
-        scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
-            y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
-            reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
-        return tf.stack([d_offset, d_scale, scale]), _shaped_as(scaled, x)
+def sums_kernel(plain):
+    """Makes the kernel `gradient_sums` of a family: the fused gradient's, and `plain` with a mask or channels elsewhere."""
+    def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon):
+        if masked or axis != x.shape.rank - 1:
+            return plain(dy, x, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
+        inverse = tf.rsqrt(variance + epsilon)
+        scale = inverse if gamma is None else gamma * inverse
+        with tf.control_dependencies([dy]):  # as there
+            dy, x = tf.cast(dy, mean.dtype), tf.cast(x, mean.dtype)
+            scaled, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
+                y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
+                reserve_space_1=mean, reserve_space_2=variance, epsilon=epsilon, is_training=False)
+            return tf.stack([d_offset, d_scale, scale]), _shaped_as(scaled, x)
+    return gradient_sums
 
 
 def local_moments(x, axis):
@@ -92,14 +96,9 @@ def normalize_images(images, mean, variance, scale, offset, epsilon, layout):
 
 
 def normalize_images_alone(images, scale, offset, epsilon, layout):
-    """Normalizes tensors of rank 4 by their own moments, as a plain batch norm does.
+    """Normalizes tensors of rank 4 by their own moments, as a plain batch norm does; see `normalize_images`.
 
-    Args:
-      images, scale, offset, epsilon, layout: see `normalize_images`; `epsilon` is at least `LEAST_EPSILON`.
-
-    Returns:
-      y: tensor of the shape and dtype of `images`.
-      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`; no gradient passes it.
+    Returns the output, and the moments as `tf_syncbn.kernels.moments.merge` does, which no gradient passes.
     """
     axis = 3 if layout == "NHWC" else 1
     count = known_count(images, axis)

@@ -4,15 +4,30 @@ The count of the values goes before them, where it is not known while the graph 
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.rows import accumulator, add_along, count_of, known_count, masked, rows_of, size_of
+from tf_syncbn.kernels.rows import accumulator, add_along, count_of, is_small, known_count, masked, rows_of, size_of
 from tf_syncbn.kernels.sums import add_up, blocks_of, channel_sums, products_of, square_sums, sums_of_blocks, sums_of_squares
 
-__all__ = ["moments_as_it_is", "moments_by_differences"]
+__all__ = ["moments_as_it_is", "moments_by_differences", "moments_kernel"]
 
 _SAMPLE = 16  # one row in so many is enough for a first mean
 _LONG_SAMPLE = 4096  # rows of a sample above which its sum takes blocks
 _FEW = 128  # rows that are taken whole: to choose among them takes longer
 _LARGE_MEAN = 4.0  # in standard deviations, above which differences are summed
+
+
+def moments_kernel(product=0, short_product=0, row=0, few=None):
+    """Makes the kernel `local_moments` of a family, a function of `x` and a mask.
+
+    Args:
+      product, row: see `moments_by_differences`.
+      short_product: int, see `moments_as_it_is`.
+      few: int, numbers of a tensor up to which it takes differences; without, and with a mask, it always does.
+    """
+    def local_moments(x, mask, *, axis):
+        if mask is None and few is not None and not is_small(x, few):
+            return moments_as_it_is(x, short_product)
+        return moments_by_differences(x, mask, axis, product, row)
+    return local_moments
 
 
 def moments_by_differences(x, mask, axis, product=0, row=0):

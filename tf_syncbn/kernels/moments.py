@@ -7,19 +7,13 @@ Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sam
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["bessel", "merge", "merge_groups", "split", "unpack"]
+__all__ = ["bessel", "merge", "merge_groups", "split"]
 
 
 def split(moments):
     """Splits a vector [2C + 1] into a count [1], means [C] and biased variances [C]."""
     channels = (tf.dimension_value(moments.shape[0]) - 1) // 2
     return tf.split(moments, [1, channels, channels])
-
-
-def unpack(moments):
-    """Splits a vector [2C + 1] into a count [], means [C] and biased variances [C]."""
-    count, mean, variance = split(moments)
-    return tf.reshape(count, []), mean, variance
 
 
 def bessel(count):

@@ -1,47 +1,15 @@
 """The reference: plain ops that TensorFlow differentiates to any order, for any axis, dtype and mask.
 
-Families of kernels take what they compute no faster from here, with other sizes of products and rows. Differences from the mean
-come first: `x * a + (beta - mean * a)` would cancel where the mean is large.
+Families of kernels are made of the same functions, with their own products with vectors, and other sizes of products and rows.
+Differences from the mean come first: `x * a + (beta - mean * a)` would cancel where the mean is large.
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.local_moments import moments_by_differences
+from tf_syncbn.kernels.local_moments import moments_kernel
 from tf_syncbn.kernels.rows import add_along, along, masked, multiply_along
 from tf_syncbn.kernels.sums import channel_sums
 
-__all__ = ["gradient_sums", "input_gradient", "input_gradient_by", "local_moments", "normalize", "normalize_by", "standardize",
-           "sums_only"]
-
-
-def local_moments(x, mask, *, axis):
-    """Computes one tower's part of the moments, see `tf_syncbn.kernels.local_moments`."""
-    return moments_by_differences(x, mask, axis)
-
-
-def normalize(x, mean, variance, gamma, beta, *, axis, epsilon):
-    """Computes `gamma (x - mean) / sqrt(variance + epsilon) + beta`.
-
-    From `x` again, not from the differences that its moments were computed of: to keep these until the towers have met
-    would save no time, and take as much memory as the output.
-
-    Args:
-      x: floating point tensor, C channels along `axis`.
-      mean, variance: tensors [C] of the accumulator's dtype.
-      gamma, beta: tensors [C] of that dtype, or None for 1 and 0.
-      axis: int, not negative.
-      epsilon: float.
-
-    Returns:
-      A tensor of the shape and dtype of `x`.
-    """
-    return normalize_by(standardize, x, mean, variance, gamma, beta, axis, epsilon)
-
-
-def normalize_by(standardize, x, mean, variance, gamma, beta, axis, epsilon):
-    """Computes `normalize` by a family's own `standardize`."""
-    with tf.control_dependencies([mean]):  # not before the towers have met
-        wide = tf.cast(x, mean.dtype)
-    return tf.cast(standardize(wide, mean, variance, gamma, beta, axis, epsilon), x.dtype)
+__all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize", "product_kernels", "standardize", "sums_kernel"]
 
 
 def standardize(x, mean, variance, scale, offset, axis, epsilon, row=0):
@@ -52,92 +20,112 @@ def standardize(x, mean, variance, scale, offset, axis, epsilon, row=0):
     return y if offset is None else add_along(y, offset, axis, row)
 
 
-def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon, product=0, row=0):
-    """Computes `S = sum dy`, `T = sum dy r (x - mean)` and `a = gamma r`, `r = 1 / sqrt(var + epsilon)`, and `a dy`.
-
-    `a` lies in one tensor with the sums so that the gradient of `gamma`, which is T, can't be there before `gamma` has been
-    read for the last time: an optimizer may write it at once. TensorFlow's gating says so by control dependencies, and
-    Grappler loses those where it moves a constant factor through the kernel's last product.
+def product_kernels(standardize, row=0):
+    """Makes the kernels `normalize` and `input_gradient` of a family.
 
     Args:
-      dy, x: tensors of one shape and dtype, C channels along `axis`.
-      mean, variance: tensors [C] of the accumulator's dtype.
-      gamma: tensor [C] of the accumulator's dtype, or None.
-      masked: whether positions may be masked, so that `x` may be NaN where `dy` is 0.
-      axis: int, not negative.
-      epsilon: float.
-      product, row: see `tf_syncbn.kernels.local_moments`.
-
-    Returns:
-      A tuple of a tensor [3, C] of the accumulator's dtype, the rows S, T and a, and of `a dy`, of the same dtype; where a family
-      does not need that, of the first alone.
+      standardize: the family's own, a function as the one above.
+      row: int, see `tf_syncbn.kernels.rows.join_rows`.
     """
-    sums, wide, scale = _sums(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row)
-    with tf.control_dependencies([dy]):
-        return sums, wide * along(scale, x, axis)
+    def normalize(x, mean, variance, gamma, beta, *, axis, epsilon):
+        """Computes `gamma (x - mean) / sqrt(variance + epsilon) + beta`.
+
+        From `x` again, not from the differences that its moments were computed of: to keep these until the towers have met
+        would save no time, and take as much memory as the output.
+
+        Args:
+          x: floating point tensor, C channels along `axis`.
+          mean, variance: tensors [C] of the accumulator's dtype.
+          gamma, beta: tensors [C] of that dtype, or None for 1 and 0.
+          axis: int, not negative.
+          epsilon: float.
+
+        Returns:
+          A tensor of the shape and dtype of `x`.
+        """
+        with tf.control_dependencies([mean]):  # not before the towers have met
+            wide = tf.cast(x, mean.dtype)
+        return tf.cast(standardize(wide, mean, variance, gamma, beta, axis, epsilon, row), x.dtype)
+
+    def input_gradient(dy, x, count, mean, variance, scale, totals, scaled, training, mask, *, axis, epsilon):
+        """Computes one tower's part of the gradient by `x`, from sums over all towers.
+
+            dx = a (dy - w (S + r T (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
+
+        with `r = 1 / sqrt(var + epsilon)`, the mask `w`, and `G`, what else pulls at the moments.
+
+        Args:
+          dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
+          count, mean, variance: tensors [1], [C] and [C], the moments.
+          scale: tensor [C], a from `gradient_sums`.
+          totals: tensor [3, C] or [5, C], over all towers the sums of what `gradient_sums` returned, and of G_mean and G_var
+            where these are not zeros.
+          scaled: tensor `a dy`, if `gradient_sums` gave it, or None.
+          training: scalar bool tensor; where it is False the moments are constants. None stands for True.
+          mask: weights of the positions, of a shape that broadcasts to `x`, or None.
+          axis: int, not negative.
+          epsilon: float.
+
+        Returns:
+          A tuple of one tensor of the shape and dtype of `x`.
+        """
+        dtype, one = x.dtype, tf.ones([], mean.dtype)
+
+        def over_count(factor):
+            share = tf.div_no_nan(factor, count)
+            return share if training is None else tf.where_v2(training, share, tf.zeros_like(share))
+
+        with tf.control_dependencies([totals]):  # as in `gradient_sums`
+            x = tf.cast(x, mean.dtype)
+
+            def pull(offset, slope):
+                pulled = standardize(x, mean, variance, slope, offset, axis, epsilon, row)
+                return pulled if mask is None else masked(pulled, mask)
+
+            sums, of_moments = (totals, None) if totals.shape[0] == 3 else (totals[:3], totals[3:])
+            pulled = pull(*tf.unstack(sums * over_count(one if scaled is None else scale))[:2])
+            dx = multiply_along(tf.cast(dy, x.dtype) - pulled, scale, axis, row) if scaled is None else scaled - pulled
+            if of_moments is not None:
+                d_mean, d_variance = tf.unstack(of_moments * over_count(one))
+                dx += pull(d_mean, 2 * d_variance * tf.sqrt(variance + epsilon))
+            return tf.cast(dx, dtype),
+
+    return normalize, input_gradient
 
 
-def sums_only(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row):
-    """Computes `gradient_sums` without `a dy`."""
-    return _sums(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row)[:1]
+def sums_kernel(product=0, row=0, with_scaled=False):
+    """Makes the kernel `gradient_sums` of a family; for `product` and `row` see `tf_syncbn.kernels.local_moments`."""
+    def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon):
+        """Computes `S = sum dy`, `T = sum dy r (x - mean)` and `a = gamma r`, `r = 1 / sqrt(var + epsilon)`, and `a dy`.
+
+        `a` lies in one tensor with the sums so that the gradient of `gamma`, which is T, can't be there before `gamma` has been
+        read for the last time: an optimizer may write it at once. TensorFlow's gating says so by control dependencies, and
+        Grappler loses those where it moves a constant factor through the kernel's last product.
+
+        Args:
+          dy, x: tensors of one shape and dtype, C channels along `axis`.
+          mean, variance: tensors [C] of the accumulator's dtype.
+          gamma: tensor [C] of that dtype, or None.
+          masked: whether positions may be masked, so that `x` may be NaN where `dy` is 0.
+          axis: int, not negative.
+          epsilon: float.
+
+        Returns:
+          A tuple of a tensor [3, C] of the accumulator's dtype, the rows S, T and a, and of `a dy`, of the same dtype; where a
+          family does not need that, of the first alone.
+        """
+        inverse = tf.rsqrt(variance + epsilon)
+        scale = inverse if gamma is None else gamma * inverse
+        # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
+        with tf.control_dependencies([dy]):
+            dy, x = tf.cast(dy, mean.dtype), tf.cast(x, mean.dtype)
+            centred = add_along(x, -mean, axis, row)
+            products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
+            sums = tf.stack([channel_sums(dy, axis, product), channel_sums(products, axis, product) * inverse, scale])
+            return (sums, dy * along(scale, x, axis)) if with_scaled else (sums,)
+
+    return gradient_sums
 
 
-def _sums(dy, x, mean, variance, gamma, masked, axis, epsilon, product, row):
-    inverse = tf.rsqrt(variance + epsilon)
-    scale = inverse if gamma is None else gamma * inverse
-    # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
-    with tf.control_dependencies([dy]):
-        dy, x = tf.cast(dy, mean.dtype), tf.cast(x, mean.dtype)
-        centred = add_along(x, -mean, axis, row)
-        products = tf.math.multiply_no_nan(centred, dy) if masked else centred * dy
-        return tf.stack([channel_sums(dy, axis, product), channel_sums(products, axis, product) * inverse, scale]), dy, scale
-
-
-def input_gradient(dy, x, count, mean, variance, scale, totals, scaled, training, mask, *, axis, epsilon):
-    """Computes one tower's part of the gradient by `x`, from sums over all towers.
-
-        dx = a (dy - w (S + r T (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
-
-    with `r = 1 / sqrt(var + epsilon)`, the mask `w`, and `G`, what else pulls at the moments.
-
-    Args:
-      dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
-      count, mean, variance: tensors [1], [C] and [C], the moments.
-      scale: tensor [C], a from `gradient_sums`.
-      totals: tensor [3, C] or [5, C], over all towers the sums of what `gradient_sums` returned, and of G_mean and G_var
-        where these are not zeros.
-      scaled: tensor `a dy`, if `gradient_sums` gave it, or None.
-      training: scalar bool tensor; where it is False the moments are constants. None stands for True.
-      mask: weights of the positions, of a shape that broadcasts to `x`, or None.
-      axis: int, not negative.
-      epsilon: float.
-
-    Returns:
-      A tuple of one tensor of the shape and dtype of `x`.
-    """
-    return input_gradient_by(standardize, dy, x, count, mean, variance, scale, totals, scaled, training, mask, axis, epsilon)
-
-
-def input_gradient_by(standardize, dy, x, count, mean, variance, scale, totals, scaled, training, mask, axis, epsilon, row=0):
-    """Computes `input_gradient` by a family's own `standardize`."""
-    dtype = x.dtype
-    one = tf.ones([], mean.dtype)
-
-    def over_count(factor):
-        share = tf.div_no_nan(factor, count)
-        return share if training is None else tf.where_v2(training, share, tf.zeros_like(share))
-
-    with tf.control_dependencies([totals]):  # as in `gradient_sums`
-        x = tf.cast(x, mean.dtype)
-
-        def pull(offset, slope):
-            pulled = standardize(x, mean, variance, slope, offset, axis, epsilon)
-            return pulled if mask is None else masked(pulled, mask)
-
-        sums, of_moments = (totals, None) if totals.shape[0] == 3 else (totals[:3], totals[3:])
-        pulled = pull(*tf.unstack(sums * over_count(one if scaled is None else scale))[:2])
-        dx = multiply_along(tf.cast(dy, x.dtype) - pulled, scale, axis, row) if scaled is None else scaled - pulled
-        if of_moments is not None:
-            d_mean, d_variance = tf.unstack(of_moments * over_count(one))
-            dx += pull(d_mean, 2 * d_variance * tf.sqrt(variance + epsilon))
-        return tf.cast(dx, dtype),
+local_moments, gradient_sums = moments_kernel(), sums_kernel(with_scaled=True)
+normalize, input_gradient = product_kernels(standardize)
