@@ -90,21 +90,10 @@ def steps_where_counted(count, training, moves):
 
 
 def update_ops(variables, kernel, tensors, collections, tower, **static):
-    """Builds the ops that move variables by `kernel(*tensors, *values, **static)`.
+    """Returns the ops that subtract from each variable what `kernel(*tensors, *values, **static)` gives for it.
 
     A layer that is applied more than once in a step moves its averages once for each, one after the other: each reads what
-    the earlier ones wrote.
-
-    Args:
-      variables: list of variables.
-      kernel: returns a tuple, what to subtract from each variable.
-      tensors: list of tensors or None.
-      collections: as in `collect_updates`, to find the earlier updates in.
-      tower: the current `TowerContext`, or None.
-      **static: see `tf_syncbn.kernels.graph_function.call`.
-
-    Returns:
-      A list of operations.
+    the earlier ones wrote, which are found in `collections`, see `collect_updates`.
     """
     earlier = _earlier_updates(collections, tower)
     with tf.control_dependencies([op for op in earlier if written_variable(op) in [v.op for v in variables]]):

@@ -18,14 +18,7 @@ _BATCHES = {"Conv2D": (0,), "DepthwiseConv2dNative": (0,), "Conv3D": (0,), "MaxP
 
 
 def survive_empty_batches(outputs, batch, context, ops):
-    """Lets a tower's ops run where its batch turns out to be empty, and returns its outputs with what stands for them now.
-
-    Args:
-      outputs: what the model function returned.
-      batch: nested structure, what it was given.
-      context: the tower's `TowerContext`.
-      ops: list of operations, what it made.
-    """
+    """Lets the `ops` of a tower run where its `batch` turns out to be empty; returns its outputs, or what stands for them now."""
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
     may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and _size(leaf) is None for leaf in leaves)
     if context.num_towers == 1 or not may_be_empty:

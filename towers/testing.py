@@ -16,6 +16,7 @@ from towers.placement import session_config
 __all__ = ["Differences", "assert_equals_one_batch"]
 
 _NUM_PERMUTATIONS = 3
+_HINT = " Is the loss a mean over the tower's examples, or over what its \"weight\" counts?"
 _RANDOM = re.compile("(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|StatefulRandom|StatefulStandardNormal|"
                      "StatefulUniform|StatefulTruncatedNormal)(?!.*(Dataset|Seed))")
 
@@ -97,9 +98,9 @@ def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_op
     found = _compare(one, several[0])
     dtypes = {gradient.dtype for gradient in one.gradients.values()}
     if dtypes == {np.dtype(np.float64)}:
-        bound, hint = dict.fromkeys(("loss", "gradients", "variables"), 1e-9), ""
+        bound, hint = dict.fromkeys(("loss", "gradients", "variables"), 1e-9), _HINT
     else:
-        hint = " (A ReLU whose input is 0 but for rounding may do that by itself: try the model in float64, or another batch.)"
+        hint = _HINT + " A ReLU whose input is 0 but for rounding may do as much: try the model in float64, or another batch."
         bound = _floor(ones, np.finfo(max(dtypes, key=lambda d: np.finfo(d).eps)).eps)
         if excess(found) > 1:
             several += train([_divide(order, sizes) for order in orders[1:]], devices, one.initial)

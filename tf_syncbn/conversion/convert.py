@@ -30,7 +30,8 @@ _MEND = ("Take a layer's own synchronization away (tensorpack's sync_statistics)
          "tf.nn.moments, or use tf_syncbn.sync_batch_norm.")
 _CROSSING = ("convert_model: %s computes something of all examples of a tower together that comes back to each of them, and is "
              "no batch norm of a kind that it knows. It stays each tower's own, and one tower would compute it of the whole "
-             "batch. Compute it of all towers' examples, by towers.all_reduce or towers.all_gather, or leave it out by `only`.")
+             "batch. Compute it of all towers' examples, by towers.all_reduce or towers.all_gather (a loss that is divided by "
+             "such a number is then to be taken times the number of towers), or leave it out by `only`.")
 
 
 class ConvertedLayer(NamedTuple):

@@ -12,18 +12,12 @@ __all__ = ["find_crossings"]
 
 
 def find_crossings(model, known, needed):
-    """Finds ops that take examples together, whose results examples are computed of.
+    """Returns the ops, in order, that take examples together, whose results examples are computed of.
 
     What they take are examples, and what they make lies along no axis of theirs. Numbers of examples are integers, and not
     meant. What an exchange hands on is that of all towers.
 
-    Args:
-      model: `tf_syncbn.conversion.layout.Examined`.
-      known: set of ops that are of batch norms, or looked at already.
-      needed: set of ops that the model's outputs depend on.
-
-    Returns:
-      A list of operations, in their order.
+    `known` is the set of ops that are of batch norms, or looked at already, `needed` that of what the model's outputs depend on.
     """
     exchanged = {op for op in model.order if stands_at_exchange(op)}
     seen = model._replace(order={op: place for op, place in model.order.items() if op in needed and op not in exchanged})
