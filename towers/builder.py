@@ -19,7 +19,7 @@ from towers.meetings import Meetings
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure, tower_device_function,
                               variable_device, warn_of_absent_devices)
 from towers.private import take_in
-from towers.shares import checked_loss, count, shares
+from towers.shares import checked_loss, count, scalar_loss, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
 from towers.sums import sum_in_order
@@ -239,7 +239,7 @@ class _Build:
         with tf.name_scope("tower_%d" % index) as name_scope:
             context = TowerContext(index, len(devices), devices[index], self._builder.aggregation_device, self._training,
                                    name_scope, self._meetings, self._shared_updates)
-            args = _arguments(batch, context)
+            args = context.batch = _arguments(batch, context)
             self.arguments.append(args)
             first_op = len(graph.get_operations())
             place = tower_device_function(devices[index], self._builder.variables_device)
@@ -251,8 +251,7 @@ class _Build:
         self.added.append(added)
         weight, updates = count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, [])
         loss, ops = _loss_of(outputs, index), graph.get_operations()[first_op:]
-        if loss is not None and isinstance(outputs, dict) and "weight" in outputs:
-            loss = checked_loss(loss, weight, args, context)
+        loss = None if loss is None else checked_loss(loss, weight, outputs, context)
         return Tower(context, outputs, loss, weight, updates, ops)
 
 
@@ -283,11 +282,7 @@ def _arguments(batch, context):
 
 def _loss_of(outputs, index):
     if isinstance(outputs, dict) and "loss" in outputs:
-        loss = tf.convert_to_tensor(outputs["loss"])
-        if loss.shape.rank not in (0, None) or not loss.dtype.is_floating:
-            raise ValueError("The loss of tower %d has to be a floating point scalar; %r is %s of shape %s. Average it "
-                             "over the tower's examples." % (index, loss.name, loss.dtype.name, loss.shape))
-        return loss
+        return scalar_loss(outputs["loss"], index)
     is_loss = tf.is_tensor(outputs) and outputs.dtype.is_floating and outputs.shape.rank == 0
     return outputs if is_loss else None
 

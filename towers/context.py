@@ -41,6 +41,7 @@ class TowerContext:
       name_scope: str, the name scope of the tower's ops, ending in "/".
       meetings: the build's record of exchanges, see `towers.meetings`, and its `graph`.
       shared_updates: list of ops, the updates added with `shared=True` so far. One list for all towers of the build.
+      batch: tuple, what the model function is called with.
       spans: list of `Span`, ops that `span` and `may_differ` hold together.
     """
 
@@ -53,6 +54,7 @@ class TowerContext:
         self.name_scope = name_scope
         self.meetings = meetings
         self.shared_updates = shared_updates
+        self.batch = ()
         self.spans = []
 
     def __repr__(self):

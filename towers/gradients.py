@@ -11,14 +11,15 @@ import tensorflow.compat.v1 as tf
 from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
 from towers.overlap import fill_meetings
+from towers.shares import checked_loss, scalar_loss
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
 from towers.update_ops import chosen_update_ops
 
-__all__ = ["average_gradients", "compute_gradients"]
+__all__ = ["average_gradients", "compute_gradients", "losses_of"]
 
 
-def compute_gradients(replicas, optimizer, var_list=None):
+def compute_gradients(replicas, optimizer, var_list=None, loss=None):
     """Computes every tower's gradients by `optimizer.compute_gradients`, on the tower's device.
 
     Towers meet in the backward pass wherever they met in the forward pass, and compute gradients of variables while they
@@ -29,6 +30,8 @@ def compute_gradients(replicas, optimizer, var_list=None):
       replicas: `Towers` with a loss.
       optimizer: a `tf.train.Optimizer`.
       var_list: list of variables; None is all trainable variables of the graph.
+      loss: which loss of each tower: a key of the dict that the model function returned, a function of a `Tower` that returns a
+        scalar, or a list over towers of scalars. None is what it returned as its loss.
 
     Returns:
       A list over towers of lists of (gradient, variable), in the same order of variables:
@@ -36,15 +39,15 @@ def compute_gradients(replicas, optimizer, var_list=None):
       not depend on the variable.
 
     Raises:
-      TypeError: if `optimizer` is no `tf.train.Optimizer`.
-      ValueError: if the towers have no loss, or no gradient is left in any tower; under another graph than the towers'; if
+      TypeError: if `optimizer` is no `tf.train.Optimizer`, or `loss` none of these.
+      ValueError: if the towers have no such loss, or no gradient is left in any tower; under another graph than the towers'; if
         towers are uneven and the optimizer differentiates something else than the loss it is handed.
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
     """
     if not isinstance(optimizer, tf.train.Optimizer):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
     check_graph(replicas[0].context.meetings.graph, "compute_gradients")
-    _check_loss(replicas)
+    losses = losses_of(replicas, loss)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where
@@ -52,18 +55,18 @@ def compute_gradients(replicas, optimizer, var_list=None):
     meet = len(replicas) > 1 and len(meetings.turns) > 0
     gate = tf.train.Optimizer.GATE_NONE if meet else tf.train.Optimizer.GATE_OP
     with meetings.gradient_pass() as left:
-        for tower in replicas:
+        for tower, of_tower in zip(replicas, losses):
             with tf.device(tower.context.device), tf.name_scope(tower.name_scope):
-                tower_grads.append(_tower_gradients(tower, len(replicas), optimizer, var_list, gate))
+                tower_grads.append(_tower_gradients(tower, of_tower, len(replicas), optimizer, var_list, gate))
     if meet:
         fill_meetings(left, tf.get_default_graph().get_operations()[first_op:])
     if all(gradient is None for grads in tower_grads for gradient, _ in grads):
         raise ValueError("No gradient reaches any of the variables %s: the loss %r does not depend on them."
-                         % ([variable.op.name for _, variable in tower_grads[0]], replicas[0].loss.name))
+                         % ([variable.op.name for _, variable in tower_grads[0]], losses[0].name))
     return tower_grads
 
 
-def average_gradients(replicas, tower_grads, update_ops="first"):
+def average_gradients(replicas, tower_grads, update_ops="first", loss=None):
     """Averages gradients over towers on the aggregation device, once the update ops have run and the losses are known.
 
         g_v = sum_i g_iv / N,    N towers
@@ -73,6 +76,7 @@ def average_gradients(replicas, tower_grads, update_ops="first"):
       tower_grads: list over towers of lists of (gradient, variable), as `compute_gradients` returns it.
       update_ops: what runs before any gradient is averaged: a policy of `collect_update_ops`, or a list of operations and
         tensors.
+      loss: as `compute_gradients` had it.
 
     Returns:
       A list of (gradient, variable), none of which is there before all are, so that each may be applied. A gradient that is
@@ -89,7 +93,8 @@ def average_gradients(replicas, tower_grads, update_ops="first"):
     _check_variables(tower_grads, len(replicas))
     averaged, variables = [], []
     # A loss may read a variable last of all. Without the wait it was seen to read what this very step had updated.
-    waits = chosen_update_ops(replicas, update_ops) + [tower.loss for tower in replicas if tower.loss is not None]
+    is_known = loss is not None or replicas[0].loss is not None
+    waits = chosen_update_ops(replicas, update_ops) + (losses_of(replicas, loss) if is_known else [])
     with tf.name_scope("average_gradients"), tf.device(replicas.aggregation_device), tf.control_dependencies(waits):
         axis = tf.constant(0, name="axis") if len(tower_grads) > 2 else 0
         for pairs in zip(*tower_grads):
@@ -103,15 +108,38 @@ def average_gradients(replicas, tower_grads, update_ops="first"):
         return list(zip(tf.tuple(averaged), variables))
 
 
-def _tower_gradients(tower, num_towers, optimizer, var_list, gate):
-    loss, share, asked = tower.loss, None, []
+def losses_of(replicas, loss):
+    """Returns each tower's loss, a list; for `loss` and what is raised see `compute_gradients`."""
+    if loss is None:
+        if replicas[0].loss is None:
+            raise ValueError("The model function returned no loss: it has to return a scalar, or a dict with a \"loss\", or "
+                             "`loss` has to say which of what it returned is one. It returned %r." % (replicas[0].outputs,))
+        return [tower.loss for tower in replicas]
+    if isinstance(loss, (list, tuple)) and len(loss) == len(replicas):
+        return [scalar_loss(of_tower, index) for index, of_tower in enumerate(loss)]
+    if not isinstance(loss, str) and not callable(loss):
+        raise TypeError("`loss` has to be a key of what the model function returned, a function of a tower, or a list of %d "
+                        "losses, not %r." % (len(replicas), loss))
+    check_graph(replicas[0].context.meetings.graph, "minimize")
+    losses = []
+    for tower in replicas:
+        if isinstance(loss, str) and not (isinstance(tower.outputs, dict) and loss in tower.outputs):
+            raise ValueError("The model function returned no %r: it returned %r." % (loss, tower.outputs))
+        with tf.name_scope(tower.name_scope), tf.device(tower.context.device):
+            found = tower.outputs[loss] if isinstance(loss, str) else loss(tower)
+        losses.append(checked_loss(scalar_loss(found, tower.context.index), tower.weight, tower.outputs, tower.context))
+    return losses
+
+
+def _tower_gradients(tower, loss, num_towers, optimizer, var_list, gate):
+    share, asked, whole = None, [], loss
     if not isinstance(tower.weight, float):
         share = tf.cast(num_towers * tower.weight, loss.dtype, name="share")
     elif abs(num_towers * tower.weight - 1) > 1e-12:  # an even share, 49 times 1 / 49, may be off by rounding
         share = tf.constant(num_towers * tower.weight, loss.dtype, name="share")
     if share is not None:
         # Not as `grad_loss`, which some optimizers drop: the loss itself carries its share, whoever differentiates it.
-        loss, = with_gradient("TowersShare", lambda: [tf.identity(tower.loss, name="loss")], "Identity", (share, asked))
+        loss, = with_gradient("TowersShare", lambda: [tf.identity(whole, name="loss")], "Identity", (share, asked))
     grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=gate, colocate_gradients_with_ops=True)
     if share is not None and not asked and any(gradient is not None for gradient, _ in grads):
         raise ValueError("%s.compute_gradients returns gradients that are not of the loss that it was handed in tower %d, %r, so "
@@ -146,12 +174,6 @@ def _mean(gradients, num_towers, axis):
     if len(gradients) == num_towers:
         return mean_in_order(gradients, axis)
     return sum_in_order(gradients) * (1.0 / num_towers)
-
-
-def _check_loss(replicas):
-    if replicas[0].loss is None:
-        raise ValueError("The model function returned no loss: it has to return a scalar, or a dict with a \"loss\". It "
-                         "returned %r." % (replicas[0].outputs,))
 
 
 def _check_variables(tower_grads, num_towers):

@@ -12,7 +12,7 @@ from towers.placement import HOST
 from towers.sums import sum_in_order
 from towers.turns import TowerMismatchError
 
-__all__ = ["checked_loss", "count", "shares"]
+__all__ = ["checked_loss", "count", "scalar_loss", "shares"]
 
 
 def count(outputs, batch, context):
@@ -63,15 +63,24 @@ def shares(counts, device):
         return [tf.div_no_nan(number, total) for number in counts]
 
 
-def checked_loss(loss, weight, batch, context):
+def scalar_loss(loss, index):
+    """Returns a tower's loss as a tensor; a ValueError if it is no floating point scalar."""
+    loss = tf.convert_to_tensor(loss)
+    if loss.shape.rank not in (0, None) or not loss.dtype.is_floating:
+        raise ValueError("The loss of tower %d has to be a floating point scalar; %r is %s of shape %s. Average it over the "
+                         "tower's examples." % (index, loss.name, loss.dtype.name, loss.shape))
+    return loss
+
+
+def checked_loss(loss, weight, outputs, context):
     """Returns a tower's loss, which fails when it is run if it is infinite or NaN where a "weight" of 0 takes it away.
 
     What it is made of is NaN in the backward pass too, and reaches every tower that this one meets. A batch without examples
     hands nothing on.
     """
     known = tf.get_static_value(weight) if tf.is_tensor(weight) else weight
-    if known is None or not known:
-        leaves = [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+    if isinstance(outputs, dict) and "weight" in outputs and (known is None or not known):
+        leaves = [leaf for leaf in tf.nest.flatten(context.batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         with tf.name_scope(context.name_scope + "weighted_loss/"), tf.device(HOST):
             is_empty = tf.reduce_any([tf.equal(tf.shape(leaf)[0], 0) for leaf in leaves] or [False])
             fine = tf.reduce_any([is_empty, tf.is_finite(loss), tf.cast(weight, tf.float64) > 0])

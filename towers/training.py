@@ -1,10 +1,11 @@
 """From towers to a train op: update ops gate the averaging, the averaging feeds the optimizer."""
-from towers.gradients import average_gradients, compute_gradients
+from towers.gradients import average_gradients, compute_gradients, losses_of
 
 __all__ = ["minimize"]
 
 
-def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step=None, var_list=None):
+def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step=None, var_list=None,
+             loss=None):
     """Builds the op of one training step on all towers.
 
     It computes each tower's gradients, runs the chosen update ops, averages the gradients on the aggregation device,
@@ -18,6 +19,9 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
         `towers.clip_by_global_norm` say, which acts on the gradients of the global batch.
       global_step: integer variable that grows by one with each step, or None.
       var_list: list of variables to train; None is all trainable variables.
+      loss: which loss, where a model has several: a key of the dict that it returned, or a function of a `Tower` that returns a
+        scalar. None is what it returned as its loss. A step of one loss runs the update ops that its own call chose, and
+        computes nothing that the others alone need.
 
     Returns:
       An operation.
@@ -31,12 +35,14 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
 
         train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9), update_ops="first",
                                    global_step=tf.train.get_or_create_global_step())
+        generator_op = towers.minimize(replicas, optimizer, loss="generator_loss", var_list=tf.trainable_variables("generator"))
     """
     for transform in transforms:
         if not callable(transform):
             raise TypeError("A transform is a function of a list of (gradient, variable), not %r." % (transform,))
-    tower_grads = compute_gradients(replicas, optimizer, var_list)
-    grads = average_gradients(replicas, tower_grads, update_ops)
+    losses = None if loss is None else losses_of(replicas, loss)  # once: a function may build ops
+    tower_grads = compute_gradients(replicas, optimizer, var_list, losses)
+    grads = average_gradients(replicas, tower_grads, update_ops, losses)
     for transform in transforms:
         grads = transform(grads)
     # Under no name scope of ours: some optimizers name variables by it, and checkpoints would no longer load.
