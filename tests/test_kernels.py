@@ -87,8 +87,8 @@ def test_kernels_compute_what_the_reference_does(strategy, shape, given):
     how, results = {"axis": axis, "epsilon": 1e-6}, []
     totals = tf.constant(rng.randn(5, channels), tf.float32)
     for kernels in (strategy.kernels, reference):
-        y = kernels.normalize(x, mean, variance, gamma, gamma, **how)
-        sums, *scaled = kernels.gradient_sums(dy, x, mean, variance, gamma, masked=mask is not None, **how)
+        y = kernels.normalize(x, count, mean, variance, gamma, gamma, **how)
+        sums, *scaled = kernels.gradient_sums(dy, x, count, mean, variance, gamma, masked=mask is not None, **how)
         dx, = kernels.input_gradient(dy, x, count, mean, variance, sums[2], totals, scaled[0] if scaled else None, None, mask,
                                      **how)
         results.append([y, sums, dx])
@@ -162,8 +162,8 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(strategy, dtype,
     totals, how = tf.constant(rng.randn(5, 3) * 1e3, tf.float32), {"axis": 3, "epsilon": 1e-3}
 
     def results(dy, x, kernels):
-        y = kernels.normalize(x, mean, variance, gamma, gamma, **how)
-        sums, *scaled = kernels.gradient_sums(dy, x, mean, variance, gamma, masked=False, **how)
+        y = kernels.normalize(x, count, mean, variance, gamma, gamma, **how)
+        sums, *scaled = kernels.gradient_sums(dy, x, count, mean, variance, gamma, masked=False, **how)
         dx, = kernels.input_gradient(dy, x, count, mean, variance, sums[2], totals, scaled[0] if scaled else None, None, None,
                                      **how)
         return [tf.cast(t, tf.float32) for t in (y, sums, dx)]
@@ -204,7 +204,7 @@ def ancestors_of(op):
 def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(strategy, dtype):
     dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
     count, mean, variance, totals, scale = (tf.placeholder(tf.float32, shape) for shape in ([1], [3], [3], [3, 3], [3]))
-    strategy.kernels.gradient_sums(dy, x, mean, variance, None, masked=False, axis=3, epsilon=1e-3)
+    strategy.kernels.gradient_sums(dy, x, count, mean, variance, None, masked=False, axis=3, epsilon=1e-3)
     strategy.kernels.input_gradient(dy, x, count, mean, variance, scale, totals, None, None, None, axis=3, epsilon=1e-3)
     for op in tf.get_default_graph().get_operations():
         if x.op in ancestors_of(op) - {op} and op.type not in ("Shape", "Const"):
@@ -213,8 +213,8 @@ def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(strat
 
 @each_strategy
 def test_sums_are_products_with_ones_on_a_cpu_alone_for_a_gpu_would_round_their_inputs(strategy):
-    dy, x, mean, variance = (tf.placeholder(tf.float32, shape) for shape in ([512, 3], [512, 3], [3], [3]))
+    dy, x, count, mean, variance = (tf.placeholder(tf.float32, shape) for shape in ([512, 3], [512, 3], [1], [3], [3]))
     strategy.kernels.local_moments(x, None, axis=1)
-    strategy.kernels.gradient_sums(dy, x, mean, variance, None, masked=True, axis=1, epsilon=1e-3)
+    strategy.kernels.gradient_sums(dy, x, count, mean, variance, None, masked=True, axis=1, epsilon=1e-3)
     products = [op for op in tf.get_default_graph().get_operations() if op.type == "MatMul"]
     assert bool(products) == (not strategy.name.startswith(("cudnn", "reference")))

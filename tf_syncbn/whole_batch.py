@@ -82,11 +82,12 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         else:
             place, used = _meet(packed, known, _whole, results[:1], tower, arguments)
             whole = used
-        moments = call(split, used)
+        as_one_op = strategy.as_one_op(layer, machine)
+        moments = call(split, used) if as_one_op or training is not None else [used, None, None]
         if training is not None:
             moments[1:] = [tf.where_v2(training, new, old) for new, old in zip(moments[1:], frozen)]
         optional = (gamma, beta, mask, training)
-        if strategy.as_one_op(layer, machine):
+        if as_one_op:
             # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op,
             # whose own gradient hands dy on to it.
             x = _with_gradient(place, how, x, moments, x, optional)
@@ -95,7 +96,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
                                                                    fused_op.data_format(x, how.axis))],
                 ("FusedBatchNormV2", "FusedBatchNormV3"))
             return y, whole
-        y = call(how.kernels.normalize, x, *moments[1:], gamma, beta, axis=how.axis, epsilon=how.epsilon)
+        y = call(how.kernels.normalize, x, *moments, gamma, beta, axis=how.axis, epsilon=how.epsilon)
         return _with_gradient(place, how, y, moments, x, optional), whole
 
 
@@ -167,13 +168,14 @@ def _with_gradient(place, how, value, moments, x, optional):
 
     Autodiff sees neither how the output nor how its moments were computed.
     """
-    tensors = [value, *moments, x] + [tensor for tensor in optional if tensor is not None]
+    optional = (*moments, *optional)
+    tensors = [value, x] + [tensor for tensor in optional if tensor is not None]
     detail = how, tuple(tensor is not None for tensor in optional)
     return pass_with_gradient("SyncBatchNorm", tensors, place, detail, "with_gradient")[0]
 
 
 @tf.RegisterGradient("SyncBatchNorm")
-def _sync_batch_norm_gradient(op, dy, _, d_mean, d_variance, *__):
+def _sync_batch_norm_gradient(op, dy, _, *d_given):
     """The gradient of one tower's part; `op` passes on what it was given, moments among them.
 
     The moments are outputs of `op`, whose gradients arrive here when this function is itself differentiated: hence derivatives
@@ -181,24 +183,29 @@ def _sync_batch_norm_gradient(op, dy, _, d_mean, d_variance, *__):
     """
     place, (how, optional) = gradient_place(op)
     dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
-    d_moments = [] if _is_zeros(d_mean) and _is_zeros(d_variance) else [d_mean, d_variance]
+    num_moments = sum(optional[:3])
+    d_moments = [] if all(map(_is_zeros, d_given[:num_moments])) else d_given[:num_moments]
     with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
-        (count, mean, variance), x = op.outputs[1:4], op.inputs[4]
-        given = iter(op.inputs[5:])
-        gamma, _, mask, training = optional = [next(given) if there else None for there in optional]
+        x, given = op.inputs[1], iter(list(op.outputs[2:2 + num_moments]) + list(op.inputs[2 + num_moments:]))
+        *moments, gamma, beta, mask, training = [next(given) if there else None for there in optional]
         options = {"axis": how.axis, "epsilon": how.epsilon}
         with tf.name_scope("exchange"):
-            sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, mean, variance, gamma, masked=mask is not None,
+            sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, masked=mask is not None,
                                                plain=reference.gradient_sums, **options)
             d_beta, d_gamma, scale = tf.unstack(sums)
-            totals = tf.concat([sums, tf.stack(d_moments)], 0) if d_moments else sums
+            totals = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
             if place is not None:
                 totals = cross_tower_sum_at(place, totals, how.group_size)
         dy, scaled = (None, scaled[0]) if scaled else (dy, None)
-        dx, = call_with_gradient(how.kernels.input_gradient, dy, x, count, mean, variance, scale, totals, scaled, training, mask,
+        dx, = call_with_gradient(how.kernels.input_gradient, dy, x, *moments, scale, totals, scaled, training, mask,
                                  plain=reference.input_gradient, **options)
-        of_optional = [d for d, tensor in zip((d_gamma, d_beta, None, None), optional) if tensor is not None]
-        return [None, None, None, None, dx] + of_optional
+        of_optional = zip((d_gamma, d_beta, None, None), (gamma, beta, mask, training))
+        return [None, dx] + [None] * num_moments + [d for d, tensor in of_optional if tensor is not None]
+
+
+def _rows_of(d_moments):
+    """Returns the gradients by mean and variance [2, C], of those by the moments or by these packed."""
+    return tf.stack(d_moments[1:]) if len(d_moments) == 3 else tf.reshape(d_moments[0][1:], [2, -1])
 
 
 def _gradient_span(op, place, *inputs):

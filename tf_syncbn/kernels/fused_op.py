@@ -1,6 +1,7 @@
 """The fused batch norm: in inference mode, where it takes given moments, and its gradient there; and with moments of its own."""
 import tensorflow.compat.v1 as tf
 
+from tf_syncbn.kernels.moments import parts
 from tf_syncbn.kernels.rows import join_rows, known_count, shape_of
 
 __all__ = ["LEAST_EPSILON", "data_format", "has_few_images", "local_moments", "normalize_images",
@@ -21,9 +22,10 @@ def standardize(x, mean, variance, scale, offset, axis, epsilon, row=0):
 
 def sums_kernel(plain):
     """Makes the kernel `gradient_sums` of a family: the fused gradient's, and `plain` with a mask or channels elsewhere."""
-    def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon):
+    def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
         if masked or axis != x.shape.rank - 1:
-            return plain(dy, x, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
+            return plain(dy, x, count, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
+        _, mean, variance = parts(count, mean, variance)
         inverse = tf.rsqrt(variance + epsilon)
         scale = inverse if gamma is None else gamma * inverse
         with tf.control_dependencies([dy]):  # as there

@@ -7,13 +7,18 @@ Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sam
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["bessel", "merge", "merge_groups", "split"]
+__all__ = ["bessel", "merge", "merge_groups", "parts", "split"]
 
 
 def split(moments):
     """Splits a vector [2C + 1] into a count [1], means [C] and biased variances [C]."""
     channels = (tf.dimension_value(moments.shape[0]) - 1) // 2
     return tf.split(moments, [1, channels, channels])
+
+
+def parts(count, mean, variance):
+    """Returns the three; where the latter two are None, the parts of a vector [2C + 1] that stands in the place of the first."""
+    return split(count) if mean is None else (count, mean, variance)
 
 
 def bessel(count):

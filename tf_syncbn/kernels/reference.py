@@ -6,6 +6,7 @@ Differences from the mean come first: `x * a + (beta - mean * a)` would cancel w
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.local_moments import moments_kernel
+from tf_syncbn.kernels.moments import parts
 from tf_syncbn.kernels.rows import add_along, along, masked, multiply_along
 from tf_syncbn.kernels.sums import channel_sums
 
@@ -27,7 +28,7 @@ def product_kernels(standardize, row=0):
       standardize: the family's own, a function as the one above.
       row: int, see `tf_syncbn.kernels.rows.join_rows`.
     """
-    def normalize(x, mean, variance, gamma, beta, *, axis, epsilon):
+    def normalize(x, count, mean, variance, gamma, beta, *, axis, epsilon):
         """Computes `gamma (x - mean) / sqrt(variance + epsilon) + beta`.
 
         From `x` again, not from the differences that its moments were computed of: to keep these until the towers have met
@@ -35,7 +36,7 @@ def product_kernels(standardize, row=0):
 
         Args:
           x: floating point tensor, C channels along `axis`.
-          mean, variance: tensors [C] of the accumulator's dtype.
+          count, mean, variance: tensors [1], [C] and [C] of the accumulator's dtype, or packed, see `moments.parts`.
           gamma, beta: tensors [C] of that dtype, or None for 1 and 0.
           axis: int, not negative.
           epsilon: float.
@@ -43,6 +44,7 @@ def product_kernels(standardize, row=0):
         Returns:
           A tensor of the shape and dtype of `x`.
         """
+        _, mean, variance = parts(count, mean, variance)
         with tf.control_dependencies([mean]):  # not before the towers have met
             wide = tf.cast(x, mean.dtype)
         return tf.cast(standardize(wide, mean, variance, gamma, beta, axis, epsilon, row), x.dtype)
@@ -56,7 +58,7 @@ def product_kernels(standardize, row=0):
 
         Args:
           dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
-          count, mean, variance: tensors [1], [C] and [C], the moments.
+          count, mean, variance: see `normalize`.
           scale: tensor [C], a from `gradient_sums`.
           totals: tensor [3, C] or [5, C], over all towers the sums of what `gradient_sums` returned, and of G_mean and G_var
             where these are not zeros.
@@ -69,6 +71,7 @@ def product_kernels(standardize, row=0):
         Returns:
           A tuple of one tensor of the shape and dtype of `x`.
         """
+        count, mean, variance = parts(count, mean, variance)
         dtype, one = x.dtype, tf.ones([], mean.dtype)
 
         def over_count(factor):
@@ -95,7 +98,7 @@ def product_kernels(standardize, row=0):
 
 def sums_kernel(product=0, row=0, with_scaled=False):
     """Makes the kernel `gradient_sums` of a family; for `product` and `row` see `tf_syncbn.kernels.local_moments`."""
-    def gradient_sums(dy, x, mean, variance, gamma, *, masked, axis, epsilon):
+    def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
         """Computes `S = sum dy`, `T = sum dy r (x - mean)` and `a = gamma r`, `r = 1 / sqrt(var + epsilon)`, and `a dy`.
 
         `a` lies in one tensor with the sums so that the gradient of `gamma`, which is T, can't be there before `gamma` has been
@@ -104,7 +107,7 @@ def sums_kernel(product=0, row=0, with_scaled=False):
 
         Args:
           dy, x: tensors of one shape and dtype, C channels along `axis`.
-          mean, variance: tensors [C] of the accumulator's dtype.
+          count, mean, variance: see `product_kernels`.
           gamma: tensor [C] of that dtype, or None.
           masked: whether positions may be masked, so that `x` may be NaN where `dy` is 0.
           axis: int, not negative.
@@ -114,6 +117,7 @@ def sums_kernel(product=0, row=0, with_scaled=False):
           A tuple of a tensor [3, C] of the accumulator's dtype, the rows S, T and a, and of `a dy`, of the same dtype; where a
           family does not need that, of the first alone.
         """
+        _, mean, variance = parts(count, mean, variance)
         inverse = tf.rsqrt(variance + epsilon)
         scale = inverse if gamma is None else gamma * inverse
         # TensorFlow runs an op as soon as it can: what needs x alone would run in the forward pass and be kept for this one.
