@@ -1,5 +1,6 @@
 """The strategies of kernels: which is chosen for which layer and machine, and each against NumPy in float64."""
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -71,6 +72,15 @@ def test_a_cpu_that_stands_in_for_a_gpu_runs_no_kernels_of_a_gpu():
         warnings.simplefilter("ignore")
         towers.TowerBuilder(["/gpu:0"]).build(model, (tf.zeros([4, 3, 2, 2]),))
     assert (seen[0].kind == "GPU") == bool(tf.config.experimental.list_physical_devices("GPU"))
+
+
+@pytest.mark.parametrize("device,of_x,kind", [(None, None, "GPU"), ("/gpu:0", None, "GPU"), ("/cpu:0", None, None),
+                                              (None, "/cpu:0", None), ("/device:CPU:1", None, None)])
+def test_a_layer_outside_of_towers_takes_a_gpus_kernels_unless_it_stands_on_a_cpu(device, of_x, kind):
+    with tf.device(of_x):
+        x = tf.placeholder(tf.float32, [4, 3, 2, 2])
+    with mock.patch.object(tf.config.experimental, "list_physical_devices", lambda kind: ["a GPU"]), tf.device(device):
+        assert machine_of(x, None).kind == kind
 
 
 @each_strategy

@@ -62,9 +62,9 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     with _span(tower, x, gamma, beta, mask, training, frozen):
         layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
         strategy, known = choose(layer, machine), known_count(x, how.axis, mask)
-        how = how._replace(kernels=strategy.kernels)
+        how, as_one_op = how._replace(kernels=strategy.kernels), strategy.as_one_op(layer, machine)
         is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
-        if is_plain and (tower is None or tower.num_towers == 1) and machine.kind == "GPU" and strategy.as_one_op(layer, machine):
+        if is_plain and as_one_op and machine.kind == "GPU" and (tower is None or tower.num_towers == 1):
             if tower is not None:
                 next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
             return fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
@@ -82,7 +82,6 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         else:
             place, used = _meet(packed, known, _whole, results[:1], tower, arguments)
             whole = used
-        as_one_op = strategy.as_one_op(layer, machine)
         # Packed, the moments are fewer nodes of the graph; apart, fewer ops to start, which is what counts on a GPU.
         are_apart = as_one_op and machine.kind != "CPU" or training is not None
         moments = call(split, used) if are_apart else [used, None, None]
@@ -134,8 +133,9 @@ def machine_of(x, tower):
     generation = int(tf.__version__.split(".")[0])
     if tower is not None and "CPU" in tower.device.upper():
         return Machine("CPU", generation, runs_onednn())
-    # Not a CPU that stands in for a GPU.
-    on_gpu = (tower is None or "GPU" in tower.device.upper()) and "CPU" not in x.device.upper()
+    # Not a CPU that stands in for a GPU, nor one that a layer outside of towers is put on: an op made here says so.
+    on_gpu = "CPU" not in tf.no_op().device.upper() if tower is None else "GPU" in tower.device.upper()
+    on_gpu = on_gpu and "CPU" not in x.device.upper()
     return Machine("GPU" if on_gpu and tf.config.experimental.list_physical_devices("GPU") else None, generation, False)
 
 
