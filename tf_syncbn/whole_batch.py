@@ -91,10 +91,11 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         if as_one_op:
             # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op,
             # whose own gradient hands dy on to it.
-            _, mean, variance = moments if are_apart else call(split, used)
+            mean, variance = moments[1:] if are_apart else call(fused_op.statistics, used, epsilon=how.epsilon)
+            epsilon = how.epsilon if are_apart else max(how.epsilon, fused_op.LEAST_EPSILON)
             x = _with_gradient(place, how, x, moments, x, optional)
             y, = with_gradient(
-                "TowersHandOn", lambda: [fused_op.normalize_images(x, mean, variance, gamma, beta, how.epsilon,
+                "TowersHandOn", lambda: [fused_op.normalize_images(x, mean, variance, gamma, beta, epsilon,
                                                                    fused_op.data_format(x, how.axis))],
                 ("FusedBatchNormV2", "FusedBatchNormV3"))
             return y, whole

@@ -1,11 +1,11 @@
 """The fused batch norm: in inference mode, where it takes given moments, and its gradient there; and with moments of its own."""
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.moments import parts
+from tf_syncbn.kernels.moments import parts, split
 from tf_syncbn.kernels.rows import join_rows, known_count, shape_of
 
 __all__ = ["LEAST_EPSILON", "data_format", "has_few_images", "local_moments", "normalize_images",
-           "normalize_images_alone", "standardize", "sums_kernel"]
+           "normalize_images_alone", "standardize", "statistics", "sums_kernel"]
 
 LEAST_EPSILON = 1.001e-5  # that cuDNN takes
 _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
@@ -37,6 +37,12 @@ def sums_kernel(plain):
     return gradient_sums
 
 
+def statistics(moments, *, epsilon):
+    """Returns of a vector [2C + 1] what `normalize_images` takes with an epsilon of at least `LEAST_EPSILON`: mean, variance."""
+    _, mean, variance = split(moments)
+    return mean, _raised(variance, epsilon)
+
+
 def local_moments(x, axis):
     """Returns one tower's part of the moments, of a known count that is not 0; see `tf_syncbn.kernels.local_moments`."""
     wide = _as_images(tf.cast(x, tf.float32))
@@ -54,6 +60,10 @@ def has_few_images(x):
     """Tells whether cuDNN takes the fused op of `x`; a batch of unknown size does not count as large, unless of vectors."""
     size = tf.dimension_value(x.shape[0])
     return x.shape.rank > 2 if size is None else size <= _MOST_IMAGES
+
+
+def _raised(variance, epsilon):
+    return variance + (epsilon - LEAST_EPSILON) if epsilon < LEAST_EPSILON else variance
 
 
 def _or_ones_and_zeros(scale, offset, mean):
@@ -90,8 +100,7 @@ def normalize_images(images, mean, variance, scale, offset, epsilon, layout):
     Returns:
       Tensor of the shape and dtype of `images`.
     """
-    if epsilon < LEAST_EPSILON:
-        variance += epsilon - LEAST_EPSILON
+    variance = _raised(variance, epsilon)
     y, _, _ = tf.nn.fused_batch_norm(images, *_or_ones_and_zeros(scale, offset, mean), mean, variance,
                                      epsilon=max(epsilon, LEAST_EPSILON), data_format=layout, is_training=False)
     return y
