@@ -10,15 +10,18 @@ except ImportError as error:
     raise ImportError("towers needs TensorFlow, 1.15 or 2.x, and it can't be imported here: install the build that fits "
                       "your machine, such as `pip install tensorflow`.") from error
 
+from towers.accumulation import accumulate
 from towers.batch import PerTower
 from towers.builder import Tower, TowerBuilder, Towers
 from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
+from towers.loss_scale import scale_loss
+from towers.masking import mask_gradients
 from towers.placement import find_devices, session_config
 from towers.training import minimize
-from towers.transforms import clip_by_global_norm
+from towers.transforms import check_finite, clip_by_global_norm, clip_by_value
 from towers.turns import TowerMismatchError
 from towers.update_ops import collect_update_ops
 from towers.version import __version__
@@ -31,16 +34,21 @@ __all__ = [
     "TowerMismatchError",
     "Towers",
     "__version__",
+    "accumulate",
     "all_gather",
     "all_reduce",
     "average_gradients",
+    "check_finite",
     "clip_by_global_norm",
+    "clip_by_value",
     "collect_update_ops",
     "compute_gradients",
     "current_tower",
     "exchange",
     "find_devices",
+    "mask_gradients",
     "may_differ",
     "minimize",
+    "scale_loss",
     "session_config",
 ]

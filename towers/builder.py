@@ -61,11 +61,15 @@ class Towers:
       loss: the loss of the global batch, `sum_i weight_i * loss_i`, a scalar tensor; None where there is none. Towers
         without examples count nothing, whatever their loss came to. To take its gradient outside of `towers.minimize` is a
         UserWarning where nothing waits for the towers' update ops, as in `optimizer.minimize(replicas.loss)`.
+      weight: what the towers' shares are shares of: the number of examples, or the sum of what model functions returned as
+        "weight". An int where it is known while the graph is built, else a float64 scalar tensor; None where no tower's batch has
+        a size.
     """
 
-    def __init__(self, towers, aggregation_device):
+    def __init__(self, towers, aggregation_device, weight=None):
         self._towers = tuple(towers)
         self.aggregation_device = aggregation_device
+        self.weight = weight
         self._merged = None
         self.loss = None
         if self[0].loss is not None:
@@ -199,11 +203,11 @@ class TowerBuilder:
         with build.collections.restored_if_it_fails():
             towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
             _check_outputs(towers)
-            weights = shares([tower.weight for tower in towers], self.aggregation_device)
+            weights, total = shares([tower.weight for tower in towers], self.aggregation_device)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)
-        return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
+        return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device, total)
 
     def _divide(self, batch):
         num_towers = len(self.devices)

@@ -6,17 +6,21 @@ towers is the gradient of `sum_i weight_i * loss_i` through every exchange. Weig
 wrong wherever towers met. The loss that an optimizer is handed carries its share in its gradient, so an optimizer that scales it,
 or takes no `grad_loss`, is exact too.
 """
+import functools
+import operator
+
 import tensorflow.compat.v1 as tf
 
 from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
 from towers.overlap import fill_meetings
+from towers.packing import averaged_in_packs
 from towers.shares import checked_loss, scalar_loss
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
 from towers.update_ops import chosen_update_ops
 
-__all__ = ["average_gradients", "compute_gradients", "losses_of"]
+__all__ = ["average_gradients", "compute_gradients", "losses_of", "scaled_gradients"]
 
 
 def compute_gradients(replicas, optimizer, var_list=None, loss=None):
@@ -44,6 +48,11 @@ def compute_gradients(replicas, optimizer, var_list=None, loss=None):
         towers are uneven and the optimizer differentiates something else than the loss it is handed.
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
     """
+    return scaled_gradients(replicas, optimizer, var_list, loss)
+
+
+def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
+    """Computes what `compute_gradients` does, of losses times `factors`, a list of numbers and scalar tensors."""
     if not isinstance(optimizer, tf.train.Optimizer):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
     check_graph(replicas[0].context.meetings.graph, "compute_gradients")
@@ -57,7 +66,8 @@ def compute_gradients(replicas, optimizer, var_list=None, loss=None):
     with meetings.gradient_pass() as left:
         for tower, of_tower in zip(replicas, losses):
             with tf.device(tower.context.device), tf.name_scope(tower.name_scope):
-                tower_grads.append(_tower_gradients(tower, of_tower, len(replicas), optimizer, var_list, gate))
+                of_tower = _with_factors(tower, of_tower, len(replicas), factors)
+                tower_grads.append(_tower_gradients(tower, *of_tower, optimizer, var_list, gate))
     if meet:
         fill_meetings(left, tf.get_default_graph().get_operations()[first_op:])
     if all(gradient is None for grads in tower_grads for gradient, _ in grads):
@@ -66,7 +76,7 @@ def compute_gradients(replicas, optimizer, var_list=None, loss=None):
     return tower_grads
 
 
-def average_gradients(replicas, tower_grads, update_ops="first", loss=None):
+def average_gradients(replicas, tower_grads, update_ops="first", loss=None, pack=False):
     """Averages gradients over towers on the aggregation device, once the update ops have run and the losses are known.
 
         g_v = sum_i g_iv / N,    N towers
@@ -77,6 +87,8 @@ def average_gradients(replicas, tower_grads, update_ops="first", loss=None):
       update_ops: what runs before any gradient is averaged: a policy of `collect_update_ops`, or a list of operations and
         tensors.
       loss: as `compute_gradients` had it.
+      pack: whether each tower sends its small gradients in one tensor, which costs two copies and saves transfers: where towers
+        and aggregation device are far apart. No bit of the result changes.
 
     Returns:
       A list of (gradient, variable), none of which is there before all are, so that each may be applied. A gradient that is
@@ -97,11 +109,14 @@ def average_gradients(replicas, tower_grads, update_ops="first", loss=None):
     waits = chosen_update_ops(replicas, update_ops) + (losses_of(replicas, loss) if is_known else [])
     with tf.name_scope("average_gradients"), tf.device(replicas.aggregation_device), tf.control_dependencies(waits):
         axis = tf.constant(0, name="axis") if len(tower_grads) > 2 else 0
-        for pairs in zip(*tower_grads):
-            gradients = [gradient for gradient, _ in pairs if gradient is not None]
+        columns = [[gradient for gradient, _ in pairs] for pairs in zip(*tower_grads)]
+        packed = averaged_in_packs(columns, [tower.context.device for tower in replicas], lambda gradients: _mean(
+            gradients, len(tower_grads), axis)) if pack else {}
+        for number, (gradients, (_, variable)) in enumerate(zip(columns, tower_grads[0])):
+            gradients = [gradient for gradient in gradients if gradient is not None]
             if gradients:
-                averaged.append(_mean(gradients, len(tower_grads), axis))
-                variables.append(pairs[0][1])
+                averaged.append(packed[number] if number in packed else _mean(gradients, len(tower_grads), axis))
+                variables.append(variable)
         if not averaged:
             raise ValueError("There is no gradient to average: it is None for every variable in every tower.")
         # TensorFlow 1.15 was seen to apply some variables' updates while others' gradients still read them.
@@ -131,17 +146,26 @@ def losses_of(replicas, loss):
     return losses
 
 
-def _tower_gradients(tower, loss, num_towers, optimizer, var_list, gate):
-    share, asked, whole = None, [], loss
+def _with_factors(tower, loss, num_towers, factors):
+    """Returns a tower's loss, whose gradient carries its share and `factors`, and a list of the ops that were asked for it.
+
+    The list is None where the loss is as it was.
+    """
+    factors = [tf.cast(factor, loss.dtype) for factor in factors]
     if not isinstance(tower.weight, float):
-        share = tf.cast(num_towers * tower.weight, loss.dtype, name="share")
+        factors.append(tf.cast(num_towers * tower.weight, loss.dtype, name="share"))
     elif abs(num_towers * tower.weight - 1) > 1e-12:  # an even share, 49 times 1 / 49, may be off by rounding
-        share = tf.constant(num_towers * tower.weight, loss.dtype, name="share")
-    if share is not None:
-        # Not as `grad_loss`, which some optimizers drop: the loss itself carries its share, whoever differentiates it.
-        loss, = with_gradient("TowersShare", lambda: [tf.identity(whole, name="loss")], "Identity", (share, asked))
+        factors.append(tf.constant(num_towers * tower.weight, loss.dtype, name="share"))
+    if not factors:
+        return loss, None
+    asked = []
+    # Not as `grad_loss`, which some optimizers drop: the loss itself carries its share, whoever differentiates it.
+    return with_gradient("TowersShare", lambda: [tf.identity(loss, name="loss")], "Identity", (factors, asked))[0], asked
+
+
+def _tower_gradients(tower, loss, asked, optimizer, var_list, gate):
     grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=gate, colocate_gradients_with_ops=True)
-    if share is not None and not asked and any(gradient is not None for gradient, _ in grads):
+    if asked is not None and not asked and any(gradient is not None for gradient, _ in grads):
         raise ValueError("%s.compute_gradients returns gradients that are not of the loss that it was handed in tower %d, %r, so "
                          "the tower's share of the global batch is not in them. It has to differentiate its argument `loss`."
                          % (type(optimizer).__name__, tower.context.index, loss.name))
@@ -150,9 +174,9 @@ def _tower_gradients(tower, loss, num_towers, optimizer, var_list, gate):
 
 @tf.RegisterGradient("TowersShare")
 def _share_gradient(op, dy):
-    share, asked = detail_of(op)
+    factors, asked = detail_of(op)
     asked.append(op)
-    return [dy * share]
+    return [functools.reduce(operator.mul, factors, dy)]
 
 
 def _without_nan_of_empty(gradient, weight):

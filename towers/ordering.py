@@ -2,9 +2,10 @@
 import tensorflow.compat.v1 as tf
 
 from towers.gradient_hook import with_gradient
+from towers.graph_walk import is_ref, variable_of
 from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
 
-__all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin"]
+__all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin", "value_before_writes"]
 
 READS = ("Identity", "ReadVariableOp")
 
@@ -54,6 +55,15 @@ def copy_before_writes(variable):
     with graph.colocate_with(None, ignore_existing=True), tf.device(variable.device):
         with tf.name_scope(variable.name + "/before_writes/"):
             return with_gradient("TowersHandOn", lambda: [tf.raw_ops.DeepCopy(x=variable.outputs[0])], "DeepCopy")[0]
+
+
+def value_before_writes(variable):
+    """Returns what a variable holds before anyone writes it, in memory of its own; the writes have to wait for that."""
+    if is_ref(variable.outputs[0]):
+        return copy_before_writes(variable)
+    dtype = tf.as_dtype(variable_of(variable).get_attr("dtype"))
+    with tf.device(variable.device):
+        return tf.raw_ops.ReadVariableOp(resource=variable.outputs[0], dtype=dtype)
 
 
 def run_after_in(op, earlier, ops_of_tower):

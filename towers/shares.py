@@ -38,29 +38,33 @@ def count(outputs, batch, context):
 
 
 def shares(counts, device):
-    """Returns each tower's share of the sum of `counts`: floats where all counts are ints, else float64 scalar tensors.
+    """Returns each tower's share of the sum of `counts`, and that sum.
 
     Args:
       counts: list over towers of what `count` returns.
       device: str, the device of the arithmetic.
+
+    Returns:
+      - A list of floats where all counts are ints, else of float64 scalar tensors.
+      - An int, or a float64 scalar tensor; None where all counts are.
 
     Raises:
       TowerMismatchError: if some counts are None and others are not.
       ValueError: if they sum to 0.
     """
     if all(number is None for number in counts):
-        return [1.0 / len(counts)] * len(counts)
+        return [1.0 / len(counts)] * len(counts), None
     if any(number is None for number in counts):
         raise TowerMismatchError("Some towers' batches hold a tensor of rank 1 or more and others' do not, so their "
                                  "shares of the global batch are unknown: return a \"weight\" from the model function.")
     if all(isinstance(number, int) for number in counts):
         if not sum(counts):
             raise ValueError("The batches of all towers are empty.")
-        return [number / sum(counts) for number in counts]
+        return [number / sum(counts) for number in counts], sum(counts)
     with tf.name_scope("weights"), tf.device(device):
         counts = [tf.cast(number, tf.float64) for number in counts]
         total = sum_in_order(counts)
-        return [tf.div_no_nan(number, total) for number in counts]
+        return [tf.div_no_nan(number, total) for number in counts], total
 
 
 def scalar_loss(loss, index):

@@ -1,11 +1,15 @@
 """From towers to a train op: update ops gate the averaging, the averaging feeds the optimizer."""
-from towers.gradients import average_gradients, compute_gradients, losses_of
+import tensorflow.compat.v1 as tf
+
+from towers.gradients import average_gradients, losses_of, scaled_gradients
+from towers.transforms import Step, begin, check_transforms
+from towers.update_ops import chosen_update_ops
 
 __all__ = ["minimize"]
 
 
 def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step=None, var_list=None,
-             loss=None):
+             loss=None, pack=False):
     """Builds the op of one training step on all towers.
 
     It computes each tower's gradients, runs the chosen update ops, averages the gradients on the aggregation device,
@@ -15,13 +19,15 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
       replicas: `Towers` with a loss.
       optimizer: a `tf.train.Optimizer`. Its slots are made outside of the towers' scopes.
       update_ops: "first", "all", "last" or "none", see `collect_update_ops`, or a list of operations and tensors.
-      transforms: functions, applied in their order, of a list of averaged (gradient, variable) that return such a list:
-        `towers.clip_by_global_norm` say, which acts on the gradients of the global batch.
+      transforms: list of what becomes of averaged gradients, the gradients of the global batch, in this order:
+        `towers.clip_by_global_norm`, `clip_by_value`, `check_finite`, `mask_gradients`, `scale_loss`, `accumulate`, or a
+        function of yours, of a list of (gradient, variable), that returns such a list.
       global_step: integer variable that grows by one with each step, or None.
       var_list: list of variables to train; None is all trainable variables.
       loss: which loss, where a model has several: a key of the dict that it returned, or a function of a `Tower` that returns a
         scalar. None is what it returned as its loss. A step of one loss runs the update ops that its own call chose, and
         computes nothing that the others alone need.
+      pack: see `average_gradients`.
 
     Returns:
       An operation.
@@ -37,13 +43,17 @@ def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step
                                    global_step=tf.train.get_or_create_global_step())
         generator_op = towers.minimize(replicas, optimizer, loss="generator_loss", var_list=tf.trainable_variables("generator"))
     """
-    for transform in transforms:
-        if not callable(transform):
-            raise TypeError("A transform is a function of a list of (gradient, variable), not %r." % (transform,))
+    check_transforms(transforms)
     losses = None if loss is None else losses_of(replicas, loss)  # once: a function may build ops
-    tower_grads = compute_gradients(replicas, optimizer, var_list, losses)
-    grads = average_gradients(replicas, tower_grads, update_ops, losses)
-    for transform in transforms:
-        grads = transform(grads)
-    # Under no name scope of ours: some optimizers name variables by it, and checkpoints would no longer load.
-    return optimizer.apply_gradients(grads, global_step=global_step)
+    updates = chosen_update_ops(replicas, update_ops)
+    factors, finish = begin(transforms, Step(replicas, updates))
+    tower_grads = scaled_gradients(replicas, optimizer, var_list, losses, factors)
+    grads = average_gradients(replicas, tower_grads, updates, losses, pack)
+    scope = tf.get_default_graph().get_name_scope()
+
+    def apply(grads):
+        # Under no name scope of ours: some optimizers name variables by it, and checkpoints would no longer load.
+        with tf.name_scope(scope + "/" if scope else None):
+            return optimizer.apply_gradients(grads, global_step=global_step)
+
+    return finish(grads, apply)
