@@ -13,6 +13,7 @@ from towers.context import TowerContext, check_graph, current_tower, enter_tower
 from towers.empty_batches import survive_empty_batches
 from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
+from towers.inner_training import refuse_training
 from towers.keras3 import explained
 from towers.likeness import check_alike
 from towers.meetings import Meetings
@@ -187,7 +188,8 @@ class TowerBuilder:
 
         Raises:
           RuntimeError: under eager execution, inside a tower, or where the model function fails in Keras 3.
-          TypeError, ValueError: for a model function or batch that can't be used, or a loss that is no scalar.
+          TypeError, ValueError: for a model function or batch that can't be used, one that applies gradients itself, or a loss
+            that is no scalar.
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
 
         Example:
@@ -251,6 +253,7 @@ class _Build:
                 with enter_tower(context), tf.device(place), explained(index):
                     outputs = model_fn(*args)
                     outputs = survive_empty_batches(outputs, args, context, graph.get_operations()[first_op:])
+        refuse_training(graph.get_operations()[first_op:], added.get(tf.GraphKeys.TRAIN_OP, ()))
         self._meetings.turns.check_complete(index)
         self.added.append(added)
         weight, updates = count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, [])

@@ -13,6 +13,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
 from towers.graph_walk import ancestors
+from towers.inner_training import refuse_training
 from towers.private import forward_op_of, is_recorded
 from towers.turns import TowerMismatchError
 from tf_syncbn.conversion.crossings import find_crossings
@@ -103,6 +104,7 @@ def convert_model(model_fn, only=None):
         added, batch = Added(tf.get_default_graph()), [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)]
         with _noting_recorded() as recorded:
             outputs = model_fn(*args, **kwargs)
+        refuse_training(added.ops(), added.items(tf.GraphKeys.TRAIN_OP))
         found, scopes, of_variables = _find(added, batch, outputs, only, tower)
         if tower.is_first:
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
