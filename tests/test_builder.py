@@ -158,12 +158,6 @@ def test_name_scopes_and_devices_are_those_of_the_towers():
     assert aggregates and all(op.device.lower().endswith("cpu:2") for op in aggregates)
 
 
-@pytest.mark.parametrize("placement,device", [("host", "cpu:0"), ("first", "cpu:1")])
-def test_variables_stand_where_they_are_placed(placement, device):
-    towers.TowerBuilder(["/cpu:1", "/cpu:2"], variable_placement=placement).build(layered, (X,))
-    assert {v.device.lower()[-5:] for v in tf.global_variables()} == {device}
-
-
 def test_batch_is_split_on_the_host_and_no_collective_op_is_built():
     replicas = towers.TowerBuilder(["/cpu:1", "/cpu:2"]).build(layered, (tf.placeholder(tf.float32, [None, 3]),))
     towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all")

@@ -34,7 +34,7 @@ def test_bad_devices_are_refused(devices, error, message):
 def test_bad_aggregation_device_and_placement_are_refused():
     with pytest.raises(ValueError, match="names no device"):
         towers.TowerBuilder(["/cpu:0"], aggregation_device="/job:worker")
-    with pytest.raises(ValueError, match="'host' or 'first', not 'somewhere'"):
+    with pytest.raises(ValueError, match="'balanced' or a function of a variable's op, not 'somewhere'"):
         towers.TowerBuilder(["/cpu:0"], variable_placement="somewhere")
 
 

@@ -17,14 +17,15 @@ from towers.inner_training import refuse_training
 from towers.keras3 import explained
 from towers.likeness import check_alike
 from towers.meetings import Meetings
-from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure, tower_device_function,
-                              variable_device, warn_of_absent_devices)
+from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
+                              warn_of_absent_devices)
 from towers.private import take_in
 from towers.shares import checked_loss, count, scalar_loss, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
 from towers.sums import sum_in_order
 from towers.turns import TowerMismatchError
+from towers.variable_placement import TowerDevices, placement_of, warn_of_other_devices
 
 __all__ = ["Tower", "TowerBuilder", "Towers"]
 
@@ -125,14 +126,17 @@ class TowerBuilder:
       devices: list of str, one tower each, a device as often as wanted: `["/gpu:0", "/gpu:1"]`. None is every local GPU,
         or the CPU where there is none, with a warning.
       aggregation_device: str, where towers meet and gradients are averaged. None is the first tower's device.
-      variable_placement: "host", the CPU's memory, or "first", the first tower's device.
+      variable_placement: where variables stand that the model function puts nowhere itself.
+
+        - "host": in the CPU's memory. "first": on the first tower's device.
+        - "round_robin": on the towers' devices in turn. "balanced": each on the one that holds the fewest bytes so far.
+        - A function of a variable's op that returns a device's name.
       num_towers: int, so many towers are put on the devices in turn; None is one on each. On however many devices the same
         towers train to the same bits.
 
     Attributes:
       devices: list of str, each tower's device.
       aggregation_device: str.
-      variables_device: str, where the variables stand.
 
     Raises:
       TypeError, ValueError: for devices, a placement or a number that are none, or more devices than towers.
@@ -155,7 +159,7 @@ class TowerBuilder:
     def __init__(self, devices=None, aggregation_device=None, variable_placement="host", num_towers=None):
         self.devices = in_turn(find_devices() if devices is None else check_devices(devices), num_towers)
         self.aggregation_device = check_device(aggregation_device or self.devices[0])
-        self.variables_device = variable_device(variable_placement, self.devices)
+        self.place_variable = placement_of(variable_placement, self.devices)
         warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
 
     def build(self, model_fn, batch, training=True, alike=True):
@@ -191,6 +195,9 @@ class TowerBuilder:
           TypeError, ValueError: for a model function or batch that can't be used, one that applies gradients itself, or a loss
             that is no scalar.
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
+
+        Warns:
+          UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data.
 
         Example:
 
@@ -233,6 +240,7 @@ class _Build:
         self._sharing = VariableSharing(self.collections.reveal)
         self.arguments = []  # what each tower's model function was called with
         self.added = []  # what each tower added to the graph's collections, by key
+        self._has_warned = False
 
     def contributions(self):
         """Returns what towers left where they met, a list over meetings of lists over towers."""
@@ -248,11 +256,14 @@ class _Build:
             args = context.batch = _arguments(batch, context)
             self.arguments.append(args)
             first_op = len(graph.get_operations())
-            place = tower_device_function(devices[index], self._builder.variables_device)
+            place = TowerDevices(devices[index], self._builder.place_variable)
             with self.collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
                 with enter_tower(context), tf.device(place), explained(index):
                     outputs = model_fn(*args)
                     outputs = survive_empty_batches(outputs, args, context, graph.get_operations()[first_op:])
+        if place.elsewhere and not self._has_warned:
+            aggregated = self._meetings.aggregated()
+            self._has_warned = warn_of_other_devices([op for op in place.elsewhere if op not in aggregated], context)
         refuse_training(graph.get_operations()[first_op:], added.get(tf.GraphKeys.TRAIN_OP, ()))
         self._meetings.turns.check_complete(index)
         self.added.append(added)

@@ -12,7 +12,6 @@ __all__ = ["find_devices", "session_config"]
 # TensorFlow's own kinds; those of plug-ins are known where they are installed.
 _KINDS = frozenset(["CPU", "GPU", "TPU", "TPU_SYSTEM", "XLA_CPU", "XLA_GPU"])
 _NUMBER = re.compile(r"\*|0|[1-9][0-9]*")
-_VARIABLE_OPS = frozenset(["Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp", "VarIsInitializedOp"])
 HOST = "/cpu:0"
 
 
@@ -143,35 +142,6 @@ def name_the_cure(devices):
         except KeyError:
             with tf.name_scope(None), tf.control_dependencies(None), tf.device(spec.to_string()):
                 tf.no_op(name)
-
-
-def variable_device(placement, devices):
-    """Returns the device of the variables for a `variable_placement`.
-
-    Args:
-      placement: "host" (the CPU) or "first" (the first tower's device).
-      devices: list of str, the towers' devices.
-
-    Raises:
-      ValueError: for another placement.
-    """
-    if placement == "host":
-        return HOST
-    if placement == "first":
-        return devices[0]
-    raise ValueError("variable_placement has to be 'host' or 'first', not %r." % (placement,))
-
-
-def tower_device_function(tower_device, variables_device):
-    """Returns a device function that puts variables on one device and all other ops of a tower on another.
-
-    What the model function itself puts on a device by `tf.device` stays there.
-    """
-    def choose(op):
-        if op.device and tf.DeviceSpec.from_string(op.device).device_type:
-            return op.device
-        return variables_device if op.type in _VARIABLE_OPS else tower_device
-    return choose
 
 
 def session_config(devices=None, config=None):

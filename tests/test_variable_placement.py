@@ -1,0 +1,129 @@
+"""Where variables stand, and that it changes nothing else."""
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.support import cpus, train_by
+
+X = np.random.RandomState(2).randn(10, 4)
+SIZES = {"a": [4, 8], "b": [8, 2], "c": [8], "d": [2, 20], "e": []}  # 32, 16, 8, 40 and 1 numbers
+
+
+def variables():
+    # In pairs: Python 3.7 keeps the order.
+    return {name: tf.get_variable(name, size, tf.float64) for name, size in SIZES.items()}
+
+
+def model(x):
+    v = variables()
+    hidden = tf_syncbn.sync_batch_norm(tf.matmul(x, v["a"]), training=True)
+    out = tf.matmul(tf.matmul(tf.tanh(hidden) * v["c"], v["b"]), v["d"])
+    return tf.reduce_mean(tf.square(out - v["e"]))
+
+
+def number(device):
+    return int(device.rpartition(":")[2])
+
+
+PLACEMENTS = {
+    "host": [0] * 5,
+    "first": [1] * 5,
+    "round_robin": [1, 2, 3, 1, 2],
+    "balanced": [1, 2, 3, 3, 2],  # 32 | 16 | 8, then d on the least, then e
+    "a function": [2, 2, 2, 2, 0],
+}
+
+
+def placed(name):
+    return (lambda op: "/cpu:2" if op.get_attr("shape").dim else "/cpu:0") if name == "a function" else name
+
+
+@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+def test_variables_stand_where_they_are_placed_and_slots_beside_them(placement):
+    def layered(x):
+        return tf.reduce_sum([tf.reduce_sum(variable) for variable in variables().values()]) * tf.reduce_mean(x)
+
+    builder = towers.TowerBuilder(["/cpu:1", "/cpu:2", "/cpu:3"], variable_placement=placed(placement))
+    replicas = builder.build(layered, (X,))
+    towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
+    device_of = {variable.op.name: number(variable.device) for variable in tf.global_variables()}
+    assert [device_of[name] for name in SIZES] == PLACEMENTS[placement]
+    assert [device_of[name + "/Momentum"] for name in SIZES] == PLACEMENTS[placement]
+    for op in tf.get_default_graph().get_operations():
+        if op.type == "VarIsInitializedOp":
+            assert number(op.device) == device_of[op.inputs[0].op.name]
+    sums = [op for op in replicas[1].ops if op.type == "Sum"]
+    assert len(sums) == 6 and {number(op.device) for op in sums} == {2}
+
+
+@pytest.mark.parametrize("placement", sorted(PLACEMENTS))
+def test_towers_train_as_one_batch_wherever_variables_stand(placement):
+    rng = np.random.RandomState(1)
+    initial = {name: rng.randn(*size) for name, size in SIZES.items()}
+    with tf.Graph().as_default():
+        loss, step = model(X), tf.train.MomentumOptimizer(0.01, 0.9)
+        with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS) + [loss]):
+            train_op = step.minimize(loss, gate_gradients=step.GATE_GRAPH)
+        losses, _, wanted = train_by(train_op, loss, 5, initial)
+    with tf.Graph().as_default():
+        replicas = towers.TowerBuilder(cpus(4), variable_placement=placed(placement)).build(model, (X,))
+        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9))
+        on_towers, _, got = train_by(train_op, replicas.loss, 5, initial)
+    np.testing.assert_allclose(on_towers, losses, rtol=1e-9)
+    assert sorted(got) == sorted(wanted)
+    for name in wanted:
+        np.testing.assert_allclose(got[name], wanted[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_balance_counts_bytes_and_goes_on_in_the_next_build():
+    def small(x):
+        tf.get_variable("half", [30], tf.float16)  # 60 bytes
+        tf.get_variable("wide", [10], tf.float64)  # 80 bytes
+        return tf.reduce_mean(x)
+
+    def more(x):
+        tf.get_variable("more", [30])
+        return tf.reduce_mean(x)
+
+    builder = towers.TowerBuilder(["/cpu:0", "/cpu:1"], variable_placement="balanced")
+    builder.build(small, (X,))
+    builder.build(more, (X,))
+    assert [(v.op.name, number(v.device)) for v in tf.global_variables()] == [("half", 0), ("wide", 1), ("more", 0)]
+
+
+def test_a_device_that_the_model_names_for_a_variable_is_kept():
+    def pinned(x):
+        with tf.device("/cpu:3"):
+            v = tf.get_variable("v", [4], tf.float64)
+        return tf.reduce_mean(x * v)
+
+    towers.TowerBuilder(["/cpu:0", "/cpu:1"], variable_placement="round_robin").build(pinned, (X,))
+    assert number(tf.global_variables()[0].device) == 3
+
+
+def test_a_function_that_names_no_device_is_refused():
+    builder = towers.TowerBuilder(["/cpu:0", "/cpu:1"], variable_placement=lambda op: "cpu zero")
+    with pytest.raises(ValueError, match="'cpu zero' names no device|'cpu zero' is no device name"):
+        builder.build(lambda x: tf.reduce_mean(x * tf.get_variable("v", [4], tf.float64)), (X,))
+
+
+def test_work_that_the_model_puts_on_another_towers_device_is_named():
+    def pinned(x):
+        with tf.device("/cpu:0"):
+            return tf.reduce_mean(tf.exp(x, name="grow"))
+
+    with pytest.warns(UserWarning, match=r"puts ops of tower 1 on .*(cpu|CPU):0, .*stands on /cpu:1: 'tower_1/grow' among"):
+        towers.TowerBuilder(cpus(3)).build(pinned, (X,))
+
+
+def test_variables_on_the_host_and_the_towers_own_device_are_no_reason_to_warn(recwarn):
+    def pinned(x):
+        with tf.device("/cpu:0"):
+            v = tf.get_variable("v", [4], tf.float64)
+        with tf.device(towers.current_tower().device):
+            return tf.reduce_mean(towers.all_reduce(tf.reduce_sum(x * v)))
+
+    towers.TowerBuilder(cpus(3), aggregation_device="/cpu:5").build(pinned, (X,))
+    assert not [w for w in recwarn if "puts ops of tower" in str(w.message)]

@@ -1,0 +1,94 @@
+"""On which devices the variables of a build stand, and which devices its towers' other ops get."""
+import warnings
+
+import tensorflow.compat.v1 as tf
+
+from towers.placement import HOST, check_device
+
+__all__ = ["TowerDevices", "placement_of", "warn_of_other_devices"]
+
+_VARIABLES = frozenset(["Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"])
+# What goes to where a variable stands, whoever asks for it, and what has no cost anywhere.
+_BESIDE_VARIABLES = frozenset(["ReadVariableOp", "Identity", "Assign", "AssignVariableOp", "Const", "NoOp"])
+
+
+def placement_of(placement, devices):
+    """Returns a function of a variable's op that returns the device on which the variable is to stand.
+
+    Args:
+      placement: "host", the CPU's memory; "first", the first tower's device; "round_robin", the towers' devices in turn;
+        "balanced", that of the towers' devices which holds the fewest bytes so far; or a function of a variable's op that returns
+        a device's name.
+      devices: list of str, the towers' devices.
+
+    Raises:
+      ValueError: for another placement.
+    """
+    devices = list(dict.fromkeys(devices))
+    if callable(placement):
+        return lambda op: check_device(placement(op))
+    if placement == "host":
+        return lambda op: HOST
+    if placement == "first":
+        return lambda op: devices[0]
+    if placement == "round_robin":
+        return _least(devices, lambda op: 1)
+    if placement == "balanced":
+        return _least(devices, _bytes_of)
+    raise ValueError("variable_placement has to be 'host', 'first', 'round_robin', 'balanced' or a function of a variable's op, "
+                     "not %r." % (placement,))
+
+
+def _least(devices, load_of):
+    loads = dict.fromkeys(devices, 0)
+
+    def choose(op):
+        device = min(devices, key=loads.get)  # of several the first
+        loads[device] += load_of(op)
+        return device
+    return choose
+
+
+def _bytes_of(op):
+    shape = tf.TensorShape(op.get_attr("shape"))
+    return (shape.num_elements() or 1) * tf.as_dtype(op.get_attr("dtype")).size
+
+
+class TowerDevices:
+    """A device function for the ops of one tower: variables go where their placement says, all others to the tower's device.
+
+    What the model function itself puts on a device by `tf.device` stays there.
+
+    Args:
+      tower_device: str.
+      place: see `placement_of`.
+
+    Attributes:
+      elsewhere: list of ops that the model function put on another device of the tower's kind, no variables among them.
+    """
+
+    def __init__(self, tower_device, place):
+        self._device, self._place, self.elsewhere = tower_device, place, []
+        self._spec = tf.DeviceSpec.from_string(tower_device)
+
+    def __call__(self, op):
+        named = tf.DeviceSpec.from_string(op.device) if op.device else None
+        if named is not None and named.device_type:
+            is_beside = op.type in _VARIABLES or op.type in _BESIDE_VARIABLES
+            if not is_beside and named.device_type == self._spec.device_type and named.device_index != self._spec.device_index:
+                self.elsewhere.append(op)
+            return op.device
+        if op.type in _VARIABLES:
+            return self._place(op)
+        return op.inputs[0].op.device if op.type == "VarIsInitializedOp" else self._device
+
+
+def warn_of_other_devices(ops, tower):
+    """Warns, and tells whether it did, of ops of a `TowerContext` that its model function put on another tower's device."""
+    if not ops:
+        return False
+    warnings.warn(
+        "The model function puts ops of tower %d on %s, by `with tf.device(...)`, while that tower stands on %s: %r among them. "
+        "All towers' work is done there. Leave devices out of the model function, or name towers.current_tower().device."
+        % (tower.index, ops[0].device, tower.device, ops[0].name), stacklevel=4)
+    return True
