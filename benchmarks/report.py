@@ -172,12 +172,19 @@ def _memory(result):
     return _table(["peak, MiB"] + list(figures) + ["ratio"], rows)
 
 
+def _pipeline(result):
+    return _table(["towers"] + ["ms a step, " + name for name in result["rows"][0]["milliseconds"]] + ["ratio"], [
+        [row["towers"]] + [_spread(values, 1) for values in row["milliseconds"].values()] + [_spread(row["ratio"])]
+        for row in result["rows"]])
+
+
 _TABLES = {
     "layer": ("one layer on 2 CPU towers, synced / unsynced", _layer),
     "train_step": ("ResNet-20, a training step", _train_step),
     "conversion": ("ResNet-50 of 64 x 64 images, a training step", _conversion),
     "graph": ("ResNet-20, the graph of a training step", _graph),
     "memory": ("ResNet-20, peak memory of 2 towers", _memory),
+    "pipeline": ("ResNet-20, a training step with its input", _pipeline),
 }
 
 if __name__ == "__main__":

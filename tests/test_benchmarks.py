@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import conversion, graph, layer, memory, networks, report, variants
+from benchmarks import conversion, graph, layer, memory, networks, pipeline, report, variants
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
 from benchmarks.unsynced import fused_batch_norm
+from examples.cifar10 import data
 
 
 def test_ratios_are_of_the_same_round():
@@ -68,12 +69,21 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
     assert (tmp_path / "report.md").exists() and list(tmp_path.glob("*.png"))
 
 
-@pytest.mark.parametrize("module,arguments", [(layer, []), (memory, []), (conversion, ["--batch-size", "1"])])
+@pytest.mark.parametrize("module,arguments", [
+    (layer, []), (memory, []), (conversion, ["--batch-size", "1"]),
+    (pipeline, ["--batch-size", "4", "--towers", "2", "--steps", "1"])])
 def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, capsys, monkeypatch, module, arguments):
     monkeypatch.setattr(layer, "_CASES", [layer._Case((16, 32, 32, 64))])
+    monkeypatch.setattr(pipeline, "_DEPTH", 8)
     monkeypatch.setattr(memory, "in_fresh_process", lambda *_, **__: {"peak": 2 << 20, "growth": 1 << 20})
     monkeypatch.setattr(conversion, "resnet_50", lambda layers: networks.model_fn(layers, 8))
     path = module.main(["--rounds", "1", "--out", str(tmp_path)] + arguments)
     out = capsys.readouterr().out
     assert re.search(r"^\|-+\|", out, re.M) and re.search(r"^\| .* \d\.\d+ \(\d", out, re.M), out
     assert out.endswith("\nwrote %s\n" % path)
+
+
+def test_a_pipeline_goes_on_with_the_next_epoch():
+    dataset = data.generate(8, 1).train
+    step = pipeline.make_step(pipeline.PIPELINE, dataset, 2, 4, 8)
+    assert np.isfinite([step() for _ in range(5)]).all()
