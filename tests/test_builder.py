@@ -362,3 +362,12 @@ def test_batch_whose_tensors_disagree_in_size_needs_a_weight():
         build(lambda batch: tf.reduce_mean(batch["images"]), batch)
     replicas = build(lambda batch: {"loss": tf.reduce_mean(batch["images"]), "weight": tf.shape(batch["images"])[0]}, batch)
     assert run([tower.weight for tower in replicas]) == [7 / 8, 1 / 8]
+
+
+def test_outputs_are_merged_before_the_graph_is_finalized():
+    replicas = build(lambda x: {"y": 2 * x}, (X,))
+    before = build(lambda x: {"y": 2 * x}, (X,)).merged()
+    tf.get_default_graph().finalize()
+    with pytest.raises(RuntimeError, match="the graph is finalized, as a monitored session does it: call it before the session"):
+        replicas.merged()
+    np.testing.assert_array_equal(tf.Session(config=towers.session_config(["/cpu:1"])).run(before["y"]), 2 * X)

@@ -100,10 +100,14 @@ class Towers:
 
         Raises:
           ValueError: under another graph than the towers'.
+          RuntimeError: if the graph is finalized and this is the first call.
         """
         if self._merged is None:
             meetings = self[0].context.meetings
             check_graph(meetings.graph, "replicas.merged")
+            if meetings.graph.finalized:
+                raise RuntimeError("replicas.merged() makes ops when it is first called, and the graph is finalized, as a monitored "
+                                   "session does it: call it before the session is made.")
             with meetings.where_built(), tf.name_scope("merged"), tf.device(self.aggregation_device):
                 per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
                 leaves = [self._merge(list(leaf)) for leaf in zip(*per_tower)]
