@@ -30,6 +30,7 @@ def number(device):
 PLACEMENTS = {
     "host": [0] * 5,
     "first": [1] * 5,
+    "replicated": [1] * 5,
     "round_robin": [1, 2, 3, 1, 2],
     "balanced": [1, 2, 3, 3, 2],  # 32 | 16 | 8, then d on the least, then e
     "a function": [2, 2, 2, 2, 0],
@@ -127,3 +128,34 @@ def test_variables_on_the_host_and_the_towers_own_device_are_no_reason_to_warn(r
 
     towers.TowerBuilder(cpus(3), aggregation_device="/cpu:5").build(pinned, (X,))
     assert not [w for w in recwarn if "puts ops of tower" in str(w.message)]
+
+
+@pytest.mark.parametrize("use_resource", [False, True])
+def test_each_tower_reads_a_replicated_variable_once_into_a_copy_of_its_own(use_resource):
+    def reads_twice(x):
+        w = tf.get_variable("w", [4], tf.float64, use_resource=use_resource)
+        frozen = tf.get_variable("frozen", [4], tf.float64, trainable=False, use_resource=use_resource)
+        return tf.reduce_mean(tf.sin(x * w) + w.read_value() + frozen) + 0.1 * tf.nn.l2_loss(w)
+
+    builder = towers.TowerBuilder(["/cpu:1", "/cpu:2", "/cpu:1", "/cpu:3"], variable_placement="replicated")
+    replicas = builder.build(reads_twice, (X,))
+    w = tf.trainable_variables()[0]
+    copies = [op for op in tf.get_default_graph().get_operations() if "/replicated/" in op.name and op.name.endswith("/w")]
+    assert [(op.name, number(op.device)) for op in copies] == [("tower_1/replicated/w", 2), ("tower_3/replicated/w", 3)]
+    for tower, takers in ((1, 3), (3, 3)):
+        ops = set(replicas[tower].ops)
+        read = [op for op in ops for tensor in op.inputs if tensor.op.type in ("Identity", "ReadVariableOp")
+                and tensor.op.inputs[0].op is w.op]
+        assert not read and len(copies[tower // 2].outputs[0].consumers()) == takers
+    assert not [op for op in tf.get_default_graph().get_operations() if op.name.startswith("tower_1/replicated/frozen")]
+    assert [variable.op.name for variable in tf.global_variables() + tf.local_variables()] == ["w", "frozen"]
+
+
+def test_a_variable_that_towers_write_is_not_copied():
+    def clips(x):
+        w = tf.get_variable("w", [4], tf.float64)
+        with tf.control_dependencies([tf.assign(w, tf.clip_by_value(w, -0.5, 0.5))]):
+            return tf.reduce_mean(x * w.read_value())
+
+    towers.TowerBuilder(cpus(2), variable_placement="replicated").build(clips, (X,))
+    assert not [op for op in tf.get_default_graph().get_operations() if "/replicated/" in op.name]

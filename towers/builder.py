@@ -20,6 +20,7 @@ from towers.meetings import Meetings
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
                               warn_of_absent_devices)
 from towers.private import take_in
+from towers.replicated import read_once
 from towers.shares import checked_loss, count, scalar_loss, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
@@ -106,8 +107,8 @@ class Towers:
             meetings = self[0].context.meetings
             check_graph(meetings.graph, "replicas.merged")
             if meetings.graph.finalized:
-                raise RuntimeError("replicas.merged() makes ops when it is first called, and the graph is finalized, as a monitored "
-                                   "session does it: call it before the session is made.")
+                raise RuntimeError("replicas.merged() makes ops when it is first called, and the graph is finalized, as a "
+                                   "monitored session does it: call it before the session is made.")
             with meetings.where_built(), tf.name_scope("merged"), tf.device(self.aggregation_device):
                 per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
                 leaves = [self._merge(list(leaf)) for leaf in zip(*per_tower)]
@@ -133,6 +134,7 @@ class TowerBuilder:
       variable_placement: where variables stand that the model function puts nowhere itself.
 
         - "host": in the CPU's memory. "first": on the first tower's device.
+        - "replicated": on the first tower's device, and each tower reads them once a step, into a copy on its own device.
         - "round_robin": on the towers' devices in turn. "balanced": each on the one that holds the fewest bytes so far.
         - A function of a variable's op that returns a device's name.
       num_towers: int, so many towers are put on the devices in turn; None is one on each. On however many devices the same
@@ -164,6 +166,7 @@ class TowerBuilder:
         self.devices = in_turn(find_devices() if devices is None else check_devices(devices), num_towers)
         self.aggregation_device = check_device(aggregation_device or self.devices[0])
         self.place_variable = placement_of(variable_placement, self.devices)
+        self._is_replicated = variable_placement == "replicated"
         warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
 
     def build(self, model_fn, batch, training=True, alike=True):
@@ -220,6 +223,8 @@ class TowerBuilder:
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)
+            if self._is_replicated:
+                read_once(towers)
         return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device, total)
 
     def _divide(self, batch):

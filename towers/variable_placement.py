@@ -16,9 +16,9 @@ def placement_of(placement, devices):
     """Returns a function of a variable's op that returns the device on which the variable is to stand.
 
     Args:
-      placement: "host", the CPU's memory; "first", the first tower's device; "round_robin", the towers' devices in turn;
-        "balanced", that of the towers' devices which holds the fewest bytes so far; or a function of a variable's op that returns
-        a device's name.
+      placement: "host", the CPU's memory; "first" and "replicated", the first tower's device; "round_robin", the towers' devices
+        in turn; "balanced", that of the towers' devices which holds the fewest bytes so far; or a function of a variable's op
+        that returns a device's name.
       devices: list of str, the towers' devices.
 
     Raises:
@@ -29,14 +29,14 @@ def placement_of(placement, devices):
         return lambda op: check_device(placement(op))
     if placement == "host":
         return lambda op: HOST
-    if placement == "first":
+    if placement in ("first", "replicated"):
         return lambda op: devices[0]
     if placement == "round_robin":
         return _least(devices, lambda op: 1)
     if placement == "balanced":
         return _least(devices, _bytes_of)
-    raise ValueError("variable_placement has to be 'host', 'first', 'round_robin', 'balanced' or a function of a variable's op, "
-                     "not %r." % (placement,))
+    raise ValueError("variable_placement has to be 'host', 'first', 'replicated', 'round_robin', 'balanced' or a function of a "
+                     "variable's op, not %r." % (placement,))
 
 
 def _least(devices, load_of):
