@@ -13,6 +13,7 @@ from towers.context import TowerContext, check_graph, current_tower, enter_tower
 from towers.empty_batches import survive_empty_batches
 from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
+from towers.input import is_input, next_batches
 from towers.keras3 import explained
 from towers.likeness import check_alike
 from towers.meetings import Meetings
@@ -61,10 +62,12 @@ class Towers:
       loss: the loss of the global batch, `sum_i weight_i * loss_i`, a scalar tensor; None where there is none. Towers
         without examples count nothing, whatever their loss came to. To take its gradient outside of `towers.minimize` is a
         UserWarning where nothing waits for the towers' update ops, as in `optimizer.minimize(replicas.loss)`.
+      summaries: list of the summaries that the model function made in this build, tower 0's: of its examples, under tags that
+        have no tower in them. `tf.summary.merge(replicas.summaries)` makes them one op, apart from those of other builds.
     """
 
-    def __init__(self, towers, aggregation_device):
-        self._towers = tuple(towers)
+    def __init__(self, towers, aggregation_device, summaries=()):
+        self._towers, self.summaries = tuple(towers), list(summaries)
         self.aggregation_device = aggregation_device
         self._merged = None
         self.loss = None
@@ -172,7 +175,8 @@ class TowerBuilder:
               it runs. Where it is 0 in a tower that has examples, the loss has to be finite (`tf.div_no_nan`): the derivative
               of 0 / 0 is NaN, and would reach every tower that this one meets. That fails by the tower's name too;
             - or any structure of tensors, if there is nothing to train.
-          batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or `towers.PerTower`; or a
+          batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all, sparse and ragged tensors by
+            their rows; or a `tf.data` data set or iterator of such batches, see `towers.input`; or `towers.PerTower`; or a
             function of the tower's `TowerContext` that makes its batch, on the host's CPU.
           training: bool or scalar bool tensor, for layers that ask `current_tower().training`.
           alike: whether to hold the towers against tower 0, op by op, see `towers.likeness`. False leaves out that check, for
@@ -203,10 +207,13 @@ class TowerBuilder:
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)
-        return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device)
+        return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device,
+                      build.added[0].get(tf.GraphKeys.SUMMARIES, ()))
 
     def _divide(self, batch):
         num_towers = len(self.devices)
+        if is_input(batch):
+            return next_batches(batch, num_towers)
         if callable(batch):
             return [batch] * num_towers
         if not isinstance(batch, PerTower):
