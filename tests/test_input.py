@@ -290,6 +290,12 @@ def test_static_shape_of_sparse_and_ragged_parts_is_known():
     assert [tf.TensorShape(part.shape).as_list() for part in parts] == [[20, 5], [2, 5], [2, None], [1, None]]
 
 
+def test_parts_of_other_sizes_are_no_difference_where_the_batch_is_sparse_alone():
+    replicas = build(lambda x: tf.reshape(tf.sparse.to_dense(x), [x.shape[0], -1]), sparse_of(SPARSE[:7]), 2)
+    with session() as made:
+        np.testing.assert_array_equal(made.run(replicas.merged()), SPARSE[:7])
+
+
 def ragged_of(lengths, known=True):
     lengths = np.array(lengths, np.int64)
     flat = tf.range(int(sum(lengths)))
@@ -400,3 +406,18 @@ def test_data_set_of_single_examples_is_a_warning(Dataset):
         warnings.simplefilter("error", UserWarning)
         build(tf.reduce_mean, Dataset.from_tensor_slices(X).batch(4).repeat(), 2)
         build(tf.reduce_mean, Dataset.from_tensors(X), 2)
+
+
+def test_data_set_in_a_loop_is_refused_and_an_iterator_hands_out_a_batch_a_turn(Dataset):
+    dataset = Dataset.from_tensor_slices(X).batch(10)
+
+    def total(batch):
+        return tf.while_loop(lambda i, _: i < 3, lambda i, total: (
+            i + 1, total + build(lambda x: tf.reduce_sum(tf.concat([x, x], 0)), batch, 2).loss), [0, np.float64(0)])[1]
+
+    with pytest.raises(ValueError, match="built in a tf.while_loop.* make an iterator outside"):
+        total(dataset)
+    of_iterator = total(tf.data.make_one_shot_iterator(dataset))
+    parts = [part.sum() * len(part) / len(rows) for rows in (X[:10], X[10:20], X[20:]) for part in np.array_split(rows, 2)]
+    with session() as made:
+        assert made.run(of_iterator) == pytest.approx(2 * sum(parts), rel=1e-12)

@@ -12,6 +12,7 @@ import tensorflow.compat.v1 as tf
 from towers.batch import check_batch, split_batch
 from towers.graph_walk import ancestors
 from towers.placement import HOST
+from towers.private import control_flow_now
 
 __all__ = ["is_input", "next_batches"]
 
@@ -43,8 +44,8 @@ def next_batches(source, num_towers):
       A list over towers of structures like an element.
 
     Raises:
-      ValueError: for elements that hold a scalar or a tensor of unknown rank, for sizes that disagree or are too small, and for a
-        data set that reads a placeholder.
+      ValueError: for elements that hold a scalar or a tensor of unknown rank, for sizes that disagree or are too small; for a
+        data set that reads a placeholder, or in a loop.
       TypeError: for elements that hold anything but tensors.
 
     Warns:
@@ -58,6 +59,7 @@ def next_batches(source, num_towers):
             return split_batch(batch, num_towers)
         with tf.name_scope("dataset"):
             _check_elements(source.element_spec, source)
+            _check_place(source)
             _warn_of_examples(source)
             divided = _divide(source, num_towers) if num_towers > 1 else source
             batch = _iterator(divided.prefetch(_AHEAD)).get_next()
@@ -73,11 +75,19 @@ def _check_elements(element, source):
     check_batch(element)
     for leaf in tf.nest.flatten(element):
         if not isinstance(leaf, _KINDS):
-            raise TypeError("The elements of %r hold %r: towers can divide tensors, sparse and ragged too." % (source, leaf))
+            raise TypeError("The elements of %r hold %r: towers can divide tensors, sparse and ragged too."
+                            % (source, leaf))
         if isinstance(leaf, (tf.Tensor, tf.TensorSpec)) and leaf.shape.rank == 0:
             raise ValueError("The elements of %r hold a scalar, %r, which has no axis 0 to be the batch: make batches by "
                              "dataset.batch(...). If the scalar is meant for every tower, hand in the tensors of "
                              "iterator.get_next()." % (source, leaf))
+
+
+def _check_place(dataset):
+    graph = tf.get_default_graph()
+    if control_flow_now(graph) is not None or hasattr(graph, "outer_graph"):
+        raise ValueError("Towers are built in a tf.while_loop, tf.cond or tf.function, where the data set %r would begin anew: make "
+                         "an iterator outside, and hand that in as the batch." % (dataset,))
 
 
 def _divide(dataset, num_towers):
