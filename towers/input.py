@@ -86,8 +86,8 @@ def _check_elements(element, source):
 def _check_place(dataset):
     graph = tf.get_default_graph()
     if control_flow_now(graph) is not None or hasattr(graph, "outer_graph"):
-        raise ValueError("Towers are built in a tf.while_loop, tf.cond or tf.function, where the data set %r would begin anew: make "
-                         "an iterator outside, and hand that in as the batch." % (dataset,))
+        raise ValueError("Towers are built in a tf.while_loop, tf.cond or tf.function, where the data set %r would begin anew: "
+                         "make an iterator outside, and hand that in as the batch." % (dataset,))
 
 
 def _divide(dataset, num_towers):
@@ -109,7 +109,8 @@ def _named(element):
         places = getattr(element, "_fields", range(len(element)))
     else:
         return element
-    leaves = [_name_leaf(leaf, place) for place, leaf in zip(places, element.values() if isinstance(element, dict) else element)]
+    leaves = element.values() if isinstance(element, dict) else element
+    leaves = [_name_leaf(leaf, place) for place, leaf in zip(places, leaves)]
     if isinstance(element, dict):
         return type(element)(zip(places, leaves))
     return type(element)(*leaves) if hasattr(element, "_fields") else tuple(leaves)
@@ -126,8 +127,8 @@ def _iterator(dataset):
         iterator = tf.data.make_initializable_iterator(dataset)
     fed = [op.name for op in ancestors([iterator.initializer]) if op.type == "Placeholder"]
     if fed:
-        raise ValueError("The data set reads the placeholder %r, which has to be fed when an iterator is initialized: make one by "
-                         "tf.compat.v1.data.make_initializable_iterator(dataset), hand that in as the batch, and run its "
+        raise ValueError("The data set reads the placeholder %r, which has to be fed when an iterator is initialized: make one "
+                         "by tf.compat.v1.data.make_initializable_iterator(dataset), hand that in as the batch, and run its "
                          "initializer with what is to be fed." % fed[0])
     tf.add_to_collection(tf.GraphKeys.TABLE_INITIALIZERS, iterator.initializer)
     return iterator
