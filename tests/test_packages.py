@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
-                    "placement", "batch", "shares", "sharing", "graph_walk", "global_loss", "graph_collections", "functions",
-                    "likeness", "twins", "ordering", "written", "state", "replicated", "empty_batches", "keras3",
+                    "placement", "rows", "batch", "shares", "sharing", "graph_walk", "input", "global_loss", "graph_collections",
+                    "functions", "likeness", "twins", "ordering", "written", "state", "replicated", "empty_batches", "keras3",
                     "inner_training", "variable_placement", "builder", "update_ops", "overlap", "packing", "gradients",
                     "transforms", "masking", "accumulation", "loss_scale", "training", "assignment", "testing"],
          "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",

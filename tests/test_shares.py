@@ -211,16 +211,17 @@ def data_set(version):
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("batch", [
-    lambda d: d, lambda d: (d, X), lambda d: {"images": d}, lambda d: towers.PerTower([d, d]), lambda d: lambda context: d])
-def test_data_set_is_no_batch(version, batch):
-    with pytest.raises(TypeError, match=r"The batch holds a data set, <.*make_one_shot_iterator\(dataset\).get_next\(\)"):
+    lambda d: (d, X), lambda d: {"images": d}, lambda d: towers.PerTower([d, d]), lambda d: lambda context: d])
+def test_data_set_within_a_batch_is_refused(version, batch):
+    message = r"The batch holds a data set, <.*hand it in alone.*make_one_shot_iterator\(dataset\).get_next\(\)"
+    with pytest.raises(TypeError, match=message):
         build(lambda *x: tf.reduce_mean(x[0]), batch(data_set(version)))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_iterator_is_no_batch_and_what_it_hands_out_is_one(version):
+def test_iterator_within_a_batch_is_refused_and_what_it_hands_out_is_one(version):
     iterator = tf.data.make_one_shot_iterator(data_set(version).batch(10))
-    with pytest.raises(TypeError, match=r"The batch holds an iterator, <.*that its get_next\(\) returns"):
+    with pytest.raises(TypeError, match=r"The batch holds an iterator, <.*hand it in alone.*that its get_next\(\) returns"):
         build(lambda *x: tf.reduce_mean(x[0]), (iterator,))
     replicas = towers.TowerBuilder(cpus(3)).build(lambda x: tf.reduce_mean(x), (iterator.get_next(),))
     assert run(replicas.loss) == pytest.approx(X.mean(), rel=1e-5)

@@ -6,6 +6,7 @@ A nested structure of tensors is split along axis 0, the rest spread over the fi
 import tensorflow.compat.v1 as tf
 
 from towers.placement import HOST
+from towers.rows import is_ragged, is_sparse, num_rows, split_rows
 
 __all__ = ["PerTower", "check_batch", "count_examples", "even_sizes", "split_batch"]
 
@@ -25,7 +26,8 @@ def split_batch(batch, num_towers):
     """Splits a nested structure of tensors over towers along axis 0; scalars go to every tower.
 
     Args:
-      batch: nested structure (of tuples, lists, dicts) of tensors or arrays; those of rank 1 or more agree in axis 0.
+      batch: nested structure (of tuples, lists, dicts) of tensors or arrays; those of rank 1 or more agree in axis 0. Sparse and
+        ragged tensors among them are divided by rows, like the others.
       num_towers: int.
 
     Returns:
@@ -33,27 +35,26 @@ def split_batch(batch, num_towers):
 
     Raises:
       ValueError: for an unknown rank, sizes that disagree, nothing to split, or fewer examples than towers.
-      TypeError: for sparse and ragged tensors, and for a data set or iterator in place of what it hands out.
+      TypeError: for a data set or iterator within a structure, in place of what it hands out.
     """
     check_batch(batch)
     with tf.device(HOST), tf.name_scope("split_batch"):
         leaves = [_to_tensor(leaf) for leaf in tf.nest.flatten(batch)]
         size = _batch_size(leaves, num_towers)
         sizes = even_sizes(size, num_towers)
-        # Named like what is split: TensorFlow names the op where sizes turn out to disagree when it runs.
-        parts = [tf.split(leaf, sizes, num=num_towers, name=leaf.op.name.split("/")[-1]) if leaf.shape.rank
-                 else [leaf] * num_towers for leaf in leaves]
+        parts = [_split(leaf, size, sizes, num_towers) if leaf.shape.rank else [leaf] * num_towers for leaf in leaves]
     return [tf.nest.pack_sequence_as(batch, list(leaves_of_tower)) for leaves_of_tower in zip(*parts)]
 
 
 def check_batch(batch):
-    """Raises TypeError where a batch holds a data set or an iterator, not the tensors that these hand out."""
+    """Raises TypeError where a batch has a data set or an iterator in it, not the tensors that these hand out."""
     for leaf in tf.nest.flatten(batch):
         if hasattr(leaf, "element_spec") and hasattr(leaf, "batch"):  # of both versions of tf.data
-            raise TypeError("The batch holds a data set, %r: hand in the tensors of its next batch, "
-                            "tf.compat.v1.data.make_one_shot_iterator(dataset).get_next()." % (leaf,))
+            raise TypeError("The batch holds a data set, %r: hand it in alone as the batch of all towers, or else the tensors of "
+                            "its next batch, tf.compat.v1.data.make_one_shot_iterator(dataset).get_next()." % (leaf,))
         if hasattr(leaf, "get_next"):
-            raise TypeError("The batch holds an iterator, %r: hand in the tensors that its get_next() returns." % (leaf,))
+            raise TypeError("The batch holds an iterator, %r: hand it in alone as the batch of all towers, or else the tensors "
+                            "that its get_next() returns." % (leaf,))
 
 
 def count_examples(batch, context):
@@ -71,7 +72,7 @@ def count_examples(batch, context):
       ValueError: if the tensors disagree in axis 0, so that none of them tells.
     """
     leaves = [leaf for leaf in tf.nest.flatten(batch)
-              if (tf.is_tensor(leaf) or _is_ragged(leaf)) and tf.TensorShape(leaf.shape).rank != 0]
+              if (tf.is_tensor(leaf) or is_ragged(leaf)) and tf.TensorShape(leaf.shape).rank != 0]
     sizes = [tf.dimension_value(leaf.shape[0]) if tf.TensorShape(leaf.shape).rank else None for leaf in leaves]
     known = set(sizes) - {None}
     if len(known) > 1:
@@ -81,13 +82,9 @@ def count_examples(batch, context):
         return _checked_size(leaves, context.index)
     if known:
         return known.pop()
-    if leaves and _is_ragged(leaves[0]):
+    if leaves and is_ragged(leaves[0]):
         return tf.cast(leaves[0].nrows(), tf.int32)
     return tf.shape(leaves[0], out_type=tf.int32)[0] if leaves else None
-
-
-def _is_ragged(leaf):
-    return type(leaf).__name__ == "RaggedTensor"  # TensorFlow 1.15 does not count it among tensors
 
 
 def _split_alike(leaves):
@@ -101,7 +98,7 @@ def _checked_size(leaves, tower):
     names = ", ".join(getattr(leaf, "name", type(leaf).__name__) for leaf in leaves)
     with tf.name_scope("batch_size"):
         # Where a leaf's rank is unknown it may turn out to be a scalar, which has no size.
-        sizes = [leaf.nrows() if _is_ragged(leaf) else tf.shape(leaf) for leaf in leaves]
+        sizes = [leaf.nrows() if is_ragged(leaf) else tf.shape(leaf) for leaf in leaves]
         with tf.device(HOST):
             sizes = tf.concat([tf.reshape(tf.cast(size, tf.int32), [-1])[:1] for size in sizes], 0)
             check = tf.raw_ops.Assert(condition=tf.reduce_all(tf.equal(sizes, sizes[0])), summarize=len(leaves), data=[
@@ -113,12 +110,31 @@ def _checked_size(leaves, tower):
 
 
 def _to_tensor(leaf):
-    if isinstance(leaf, tf.SparseTensor) or _is_ragged(leaf):
-        raise TypeError("%r can't be split over towers; divide it yourself and hand in towers.PerTower." % (leaf,))
-    tensor = tf.convert_to_tensor(leaf)
+    tensor = leaf if is_sparse(leaf) or is_ragged(leaf) else tf.convert_to_tensor(leaf)
     if tensor.shape.rank is None:
-        raise ValueError("%r has unknown rank and can't be split over towers: give it a shape." % tensor.name)
+        raise ValueError("%r has unknown rank and can't be split over towers: give it a shape." % _name(tensor))
     return tensor
+
+
+def _name(leaf):
+    if is_ragged(leaf):
+        return "%s (ragged)" % leaf.flat_values.name
+    return "%s (sparse)" % leaf.values.name if is_sparse(leaf) else leaf.name
+
+
+def _split(leaf, size, sizes, num_towers):
+    if isinstance(leaf, tf.Tensor):
+        # Named like what is split: TensorFlow names the op where sizes turn out to disagree when it runs.
+        return tf.split(leaf, sizes, num=num_towers, name=leaf.op.name.split("/")[-1])
+    if tf.dimension_value(leaf.shape[0]) is not None and isinstance(size, int):
+        return split_rows(leaf, sizes, num_towers)
+    rows = num_rows(leaf)
+    check = tf.raw_ops.Assert(condition=tf.equal(rows, size), data=[
+        "The tensors of a batch have to agree in axis 0: this is the number of rows of %s, and that of the others"
+        % _name(leaf), rows, tf.convert_to_tensor(size)])
+    with tf.control_dependencies([check]):
+        leaf = tf.nest.map_structure(tf.identity, leaf, expand_composites=True)
+        return split_rows(leaf, sizes, num_towers)
 
 
 def _batch_size(leaves, num_towers):
@@ -126,13 +142,13 @@ def _batch_size(leaves, num_towers):
     if not batched:
         raise ValueError("The batch holds no tensor of rank 1 or more, so there is nothing to split over towers: hand "
                          "in towers.PerTower or a callable that makes each tower's batch.")
-    known = {tf.dimension_value(leaf.shape[0]): leaf.name for leaf in batched}
+    known = {tf.dimension_value(leaf.shape[0]): _name(leaf) for leaf in batched}
     known.pop(None, None)
     if len(known) > 1:
         raise ValueError("The tensors of a batch have to agree in axis 0; these do not: %s."
                          % ", ".join("%r has %d" % (name, size) for size, name in sorted(known.items())))
     if not known:
-        return tf.shape(batched[0])[0]
+        return num_rows(batched[0])
     size, name = known.popitem()
     if size < num_towers:
         raise ValueError("A batch of %d (%r) is too small for %d towers: each needs an example." % (size, name, num_towers))

@@ -14,6 +14,7 @@ from towers.empty_batches import survive_empty_batches
 from towers.global_loss import watched
 from towers.graph_collections import TowerCollections
 from towers.inner_training import refuse_training
+from towers.input import is_input, next_batches
 from towers.keras3 import explained
 from towers.likeness import check_alike
 from towers.meetings import Meetings
@@ -67,10 +68,12 @@ class Towers:
       weight: what the towers' shares are shares of: the number of examples, or the sum of what model functions returned as
         "weight". An int where it is known while the graph is built, else a float64 scalar tensor; None where no tower's batch has
         a size.
+      summaries: list of the summaries that the model function made in this build, tower 0's: of its examples, under tags that
+        have no tower in them. `tf.summary.merge(replicas.summaries)` makes them one op, apart from those of other builds.
     """
 
-    def __init__(self, towers, aggregation_device, weight=None):
-        self._towers = tuple(towers)
+    def __init__(self, towers, aggregation_device, weight=None, summaries=()):
+        self._towers, self.summaries = tuple(towers), list(summaries)
         self.aggregation_device = aggregation_device
         self.weight = weight
         self._merged = None
@@ -188,7 +191,8 @@ class TowerBuilder:
               it runs. Where it is 0 in a tower that has examples, the loss has to be finite (`tf.div_no_nan`): the derivative
               of 0 / 0 is NaN, and would reach every tower that this one meets. That fails by the tower's name too;
             - or any structure of tensors, if there is nothing to train.
-          batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all; or `towers.PerTower`; or a
+          batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all, sparse and ragged tensors by
+            their rows; or a `tf.data` data set or iterator of such batches, see `towers.input`; or `towers.PerTower`; or a
             function of the tower's `TowerContext` that makes its batch, on the host's CPU.
           training: bool or scalar bool tensor, for layers that ask `current_tower().training`.
           alike: whether to hold the towers against tower 0, op by op, see `towers.likeness`. False leaves out that check, for
@@ -225,10 +229,13 @@ class TowerBuilder:
             towers = settle_state(towers, build.arguments, build.added)
             if self._is_replicated:
                 read_once(towers)
-        return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device, total)
+        return Towers([tower._replace(weight=weight) for tower, weight in zip(towers, weights)], self.aggregation_device, total,
+                      build.added[0].get(tf.GraphKeys.SUMMARIES, ()))
 
     def _divide(self, batch):
         num_towers = len(self.devices)
+        if is_input(batch):
+            return next_batches(batch, num_towers)
         if callable(batch):
             return [batch] * num_towers
         if not isinstance(batch, PerTower):

@@ -13,6 +13,7 @@ import tensorflow.compat.v1 as tf
 from towers.functions import MADE_UP, Functions
 from towers.graph_walk import VARIABLES, end_of
 from towers.private import taken_from_outside
+from towers.rows import is_sparse
 from towers.turns import TowerMismatchError, without_numbers
 
 __all__ = ["check_alike"]
@@ -74,7 +75,8 @@ class _View:
                 self.spans.setdefault(position, span)
         self.stand_ins = tower.context.meetings.stand_ins
         leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
-        self.shapes = [leaf.shape for leaf in leaves]
+        # A sparse tensor's own shape too, which those of its parts do not show.
+        self.shapes = [leaf.shape for leaf in leaves + list(filter(is_sparse, tf.nest.flatten(batch)))]
         self.leaves = {}
         for number, leaf in enumerate(leaves):
             self.leaves.setdefault((leaf.op, leaf.value_index), number)

@@ -4,14 +4,15 @@ A write whose value depends on no data of its tower is the same in every tower: 
 all towers read what tower 0 read. Writes of a tower's own data run in the order of the towers, each upon what the one before
 wrote, and a warning says so, since one tower would write something else. What outputs are made of reads a variable where it did
 in tower 0: what was read before the write there is read before any tower's write. Updates of a tower's own data in
-`tf.GraphKeys.UPDATE_OPS` are left to the policy of `towers.collect_update_ops`; they too write after all such reads.
+`tf.GraphKeys.UPDATE_OPS` are left to the policy of `towers.collect_update_ops`; they too write after all such reads. Sums of
+`tf.metrics` count each example once: whatever runs one tower's update runs all of them, and reads what they came to.
 """
 import warnings
 
 import tensorflow.compat.v1 as tf
 
 from towers.functions import Functions
-from towers.graph_walk import ancestors, descendants, is_variable, op_of, variable_of, writes_of
+from towers.graph_walk import ancestors, descendants, is_variable, op_of, variable_of, writes_of, written_variables
 from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
@@ -63,6 +64,8 @@ class _State:
         self._writes = {op for view in views for op in view.writes}
         self._twins = self._find_twins()
         self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
+        self._last = {}  # a tower's write -> the last tower's, whose result stands for its own in what is handed out
+        self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
 
     def _find_twins(self):
         """Returns a dict from ops of later towers to tower 0's, of all that concerns writes of no tower's own data."""
@@ -92,9 +95,12 @@ class _State:
         if self._share(variable, writes):
             self._protect(variable, writes[0])
             return
-        if later and any(op in view.needed for view, of_tower in zip(self._views, writes) for op in of_tower):
-            self._run_in_order(variable, writes)
-            _warn(variable, writes[-1][0])
+        # Sums and counts of examples, by TensorFlow's own definition: whoever runs one tower's update means all examples.
+        is_metric = _outer(variable) in self._of_metrics
+        if later and (is_metric or any(op in view.needed for view, of_tower in zip(self._views, writes) for op in of_tower)):
+            self._run_in_order(variable, writes, is_metric)
+            if not is_metric:
+                _warn(variable, writes[-1][0])
         self._protect(variable, [op for of_tower in writes for op in of_tower])
 
     def _share(self, variable, writes):
@@ -109,11 +115,14 @@ class _State:
                     self._stands_for[op] = self._twins[op]
         return True
 
-    def _run_in_order(self, variable, writes):
-        """Makes the towers write one after the other, each upon what the one before wrote."""
+    def _run_in_order(self, variable, writes, is_metric):
+        """Makes the towers write one after the other, each upon what the one before wrote.
+
+        What the outputs hand out of a write waits for the last one; of a metric so does what stands in collections.
+        """
         earlier, last = {}, writes[-1][-1]
         for view, of_tower in zip(self._views, writes):
-            direct = ancestors(view.outputs, within=view.made, stop=of_tower)
+            direct = ancestors(view.outputs + (view.items if is_metric else []), within=view.made, stop=of_tower)
             if earlier:
                 within = ancestors(of_tower, within=view.made) - direct
                 for op in within:
@@ -126,15 +135,16 @@ class _State:
                             % (_outer(variable).name, op.name))
                     run_after_in(op, earlier[variable.name], view.ops)
             if len(of_tower) == 1:
-                self._read_after_all(variable, of_tower[0], last, view, direct)
+                self._read_after_all(variable, of_tower[0], last, view, direct, is_metric)
             earlier = {variable.name: [result for op in of_tower for result in view.results(op)]}
 
-    def _read_after_all(self, variable, write, last, view, direct):
+    def _read_after_all(self, variable, write, last, view, direct, is_metric):
         """Lets what reads a variable after its tower's write read it after the last tower's."""
         if write is last or control_flow_of(last) is not control_flow_now(last.graph):
             return
         before_last = ancestors([last])
-        for op, _ in view.uses(variable):
+        self._last[write] = last
+        for op, _ in view.uses(variable, of_items=is_metric):
             if op not in before_last and write in ancestors([op], within=view.made):
                 run_after_in(op, [last], view.ops)
         for tensor, of_last in zip(write.outputs, last.outputs):
@@ -171,10 +181,10 @@ class _State:
     def result(self):
         """Returns the towers with what stands for their outputs and updates now, and replaces what stands in collections."""
         graph, first = tf.get_default_graph(), self._first
-        for key in graph.collections if self._stands_for else ():
+        for key in graph.collections if self._stands_for or self._last else ():
             if isinstance(key, str):
                 items = graph.get_collection_ref(key)
-                items[:] = self._without_twins(items)
+                items[:] = self._now(items)
         shared, same = first.tower.context.shared_updates, set(self._stands_for.values())
         for update in first.tower.update_ops:
             reached = ancestors([update], within=first.made).intersection(first.writes)
@@ -182,13 +192,20 @@ class _State:
                 shared.append(update)
         return [view.tower._replace(
             outputs=tf.nest.map_structure(self._stand_in, view.tower.outputs, expand_composites=True),
-            loss=self._stand_in(view.tower.loss), update_ops=self._without_twins(view.tower.update_ops)) for view in self._views]
+            loss=self._stand_in(view.tower.loss), update_ops=self._now(view.tower.update_ops)) for view in self._views]
 
-    def _without_twins(self, items):
-        return [item for item in items if is_variable(item) or op_of(item) not in self._stands_for]
+    def _now(self, items):
+        """Returns the items of a collection without those that tower 0's stand for, and those of metrics after all towers."""
+        return [self._stand_in(item) if self._is_of_metric(item) else item for item in items
+                if is_variable(item) or op_of(item) not in self._stands_for]
+
+    def _is_of_metric(self, item):
+        return op_of(item) in self._last and not is_variable(item) and not self._of_metrics.isdisjoint(
+            map(_outer, written_variables(op_of(item))))
 
     def _stand_in(self, item):
-        twin = None if item is None or is_variable(item) else self._stands_for.get(op_of(item))
+        op = None if item is None or is_variable(item) else op_of(item)
+        twin = self._stands_for.get(op, self._last.get(op))
         if twin is None or isinstance(item, tf.Operation):
             return item if twin is None else twin
         return twin.outputs[item.value_index] if isinstance(item, tf.Tensor) else read_written(twin)
@@ -216,8 +233,6 @@ def _outer(variable):
 
 def _warn(variable, write):
     variable = _outer(variable)
-    if any(variable is op_of(metric) for metric in tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)):
-        return  # sums and counts of examples, by TensorFlow's own definition
     warnings.warn(
         "Each tower writes the variable %r by what it computed of its own batch (%r in the last one), and the outputs wait for "
         "it. The towers write it one after the other, in their order, which may not be what one tower would write on the whole "

@@ -17,9 +17,9 @@ class View:
         self.made = set(self.ops)
         self.outputs = [leaf for leaf in tf.nest.flatten(tower.outputs, expand_composites=True) if op_of(leaf) is not None]
         self.needed = ancestors(self.outputs, within=self.made)
-        items = [item for of_key in added.values() for item in of_key if op_of(item) is not None and not is_variable(item)]
-        reached = self.needed | ancestors(items, within=self.made)
-        self.writes = {op: variables for op, variables in writes.items() if op in reached and op in self.made}
+        self.items = [item for of_key in added.values() for item in of_key if op_of(item) is not None and not is_variable(item)]
+        self.reached = self.needed | ancestors(self.items, within=self.made)
+        self.writes = {op: variables for op, variables in writes.items() if op in self.reached and op in self.made}
 
     def writes_to(self, variable):
         """Returns the ops that write a variable, in the order in which they were made."""
@@ -40,11 +40,11 @@ class View:
                 stack.extend(waiting_for(op))
         return sorted(found, key=lambda result: result.name)
 
-    def uses(self, variable):
+    def uses(self, variable, of_items=False):
         """Returns how what the outputs need reads a variable: pairs of an op and the number of an input.
 
-        Of a resource variable it is the op that reads it, and None. What is read of a ref variable may be its own memory, so
-        there it is what takes that.
+        With `of_items` also how what stands in collections does. Of a resource variable it is the op that reads it, and None.
+        What is read of a ref variable may be its own memory, so there it is what takes that.
         """
         found, flow = [], control_flow_now(variable.graph)
         for read in reads_of(variable):
@@ -57,7 +57,8 @@ class View:
                 found += [(op, i) for tensor in tensors for op in tensor.consumers()
                           for i, taken in enumerate(op.inputs) if taken is tensor]
                 found += [(read, i) for i, taken in enumerate(read.inputs) if not tensors and is_ref(taken)]
-        return [use for use in found if use[0] in self.needed and use[0] not in self.writes]
+        needed = self.reached if of_items else self.needed
+        return [use for use in found if use[0] in needed and use[0] not in self.writes]
 
 
 def own_leaves(batches):
