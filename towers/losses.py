@@ -105,8 +105,8 @@ def _logits_of(outputs, from_logits, axis):
     found = find_logits(outputs, axis)
     if found is not None:
         if from_logits:
-            raise ValueError("softmax_cross_entropy: from_logits is True, and %r is the result of a softmax, which would be taken "
-                             "twice. Hand in what the softmax is of, or leave out from_logits." % outputs.name)
+            raise ValueError("softmax_cross_entropy: from_logits is True, and %r is the result of a softmax, which would be "
+                             "taken twice. Hand in what the softmax is of, or leave out from_logits." % outputs.name)
         _say("%r is a softmax: the loss is taken of its logits %r.", outputs.name, found.name)
         return found
     kind = looks_like(outputs, axis) if from_logits is None else "logits" if from_logits else "probabilities"
