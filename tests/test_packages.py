@@ -25,7 +25,8 @@ ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "t
                        "kernels.inference", "arguments",
                        "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",
                        "conversion.dependence", "conversion.factors", "conversion.axis_rules", "conversion.layout",
-                       "conversion.counts", "conversion.fused_batch_norms", "conversion.roots", "conversion.detection",
+                       "conversion.counts", "conversion.fused_batch_norms", "conversion.roots", "conversion.squares",
+                       "conversion.detection",
                        "conversion.crossings", "conversion.replacement", "conversion.convert", "conversion.__init__",
                        "recalibration", "checkpoints.variable_names", "checkpoints.files", "checkpoints.__init__",
                        "checkpoints.__main__"]}

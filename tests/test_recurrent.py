@@ -127,7 +127,8 @@ def by_raw_rnn(x, lengths):
 
 NETWORKS = {
     "gru": dynamic(Gru, swap_memory=True, parallel_iterations=1), "lstm": dynamic(Lstm), "time major": time_major,
-    "both ways": both_ways, "static": static, "unrolled": unrolled, "while loop": by_while_loop, "scan": by_scan, "raw": by_raw_rnn}
+    "both ways": both_ways, "static": static, "unrolled": unrolled, "while loop": by_while_loop, "scan": by_scan,
+    "raw": by_raw_rnn}
 
 
 def model_of(network, before=None, after=None, of_steps=True):

@@ -40,7 +40,8 @@ class ConvertedLayer(NamedTuple):
     Fields:
       scope: str, the name scope of its ops in the tower.
       shape: `tf.TensorShape` of its input.
-      kind: str, "fused", "fused in tf.cond", "moments" or "sums": what the model had made it of.
+      kind: str, what the model had made it of: "fused", "fused in tf.cond", "moments"; "squares", where its variance is
+        E[x^2] - E[x]^2 and became the exact one; or "sums", other sums and means.
     """
     scope: str
     shape: Any
