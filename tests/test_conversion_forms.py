@@ -10,7 +10,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import tf_syncbn
-from tests.support import build, has_tf_layers
+import towers
+from tests.support import build, has_tf_layers, run
 from tests.test_conversion import by_moments, collect, variables
 from towers.testing import assert_equals_one_batch
 
@@ -264,14 +265,81 @@ def mean_of_means(x):
     return (x - mean) / tf.sqrt(variance + 1e-3)
 
 
+def as_in_keras(x):
+    """As Keras' synchronized layer has it: sums of values and of squares over a number that all replicas would add up."""
+    size = tf.cast(tf.reduce_prod([tf.shape(by_unknown_size(x))[axis] for axis in (0, 1)]), x.dtype)
+    mean, of_squares = tf.reduce_sum(x, [0, 1], keepdims=True) / size, tf.reduce_sum(x * x, [0, 1], keepdims=True) / size
+    return tf.nn.batch_normalization(x, mean, of_squares - tf.square(mean), None, None, 1e-3)
+
+
+def of_shifted_statistics(x):
+    shift = tf.stop_gradient(tf.get_variable("shift", [3], x.dtype, tf.constant_initializer(0.2), trainable=False))
+    counts, sums, squares, _ = tf.nn.sufficient_statistics(x, [0, 1], shift=shift)
+    mean, variance = tf.nn.normalize_moments(counts, sums, squares, shift)
+    return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+
+def of_squares_and_other_uses(x):
+    """The mean of the squares is read by something else than the variance too."""
+    mean, of_squares = tf.reduce_mean(x, 0), tf.reduce_mean(x ** 2, 0)
+    return (x - mean) * tf.rsqrt(tf.maximum(of_squares - mean ** 2, 0) + 1e-3 * of_squares)
+
+
+def of_sums_of_squares_and_other_uses(x):
+    count = tf.cast(tf.shape(x)[0], x.dtype)
+    mean, of_squares = tf.reduce_sum(x, 0) / count, tf.reduce_sum(x ** 2, 0) / count
+    return (x - mean) * tf.rsqrt(of_squares - mean ** 2 + 1e-3 * of_squares)
+
+
+def sums_over_less_than_their_number(x):
+    """No variance: the sums are over two axes, the number is of one."""
+    count = tf.cast(tf.shape(by_unknown_size(x))[0], x.dtype)
+    mean, of_squares = tf.reduce_sum(x, [0, 1]) / count, tf.reduce_sum(x * x, [0, 1]) / count
+    return (x - mean) * tf.rsqrt(of_squares - mean ** 2 + 1e3)
+
+
+def squares_of_another(x):
+    """No variance: the mean is of something else than the squares."""
+    return x * tf.rsqrt(tf.reduce_mean(x ** 2, 0) - tf.reduce_mean(tf.sin(x), 0) ** 2 + 1e3)
+
+
 @pytest.mark.parametrize("layer, shape", [
-    (of_squares, [3]), (of_sums, [3]), (of_sums_by_a_constant, [3]), (of_sums_of_sums, [4, 3]),
-    (by_computing_formula, [3]), (unbiased, [4, 3]), (of_sufficient_statistics, [4, 3]),
-    (of_sufficient_statistics_of_unknown_size, [4, 3]), (weighted, [4, 3]), (masked, [4, 3]), (by_norm, [4, 3]),
-    (by_mean_square, [3]), (mean_of_means, [4, 3])])
+    (of_sums, [3]), (of_sums_by_a_constant, [3]), (of_sums_of_sums, [4, 3]), (by_computing_formula, [3]), (unbiased, [4, 3]),
+    (weighted, [4, 3]), (masked, [4, 3]), (by_norm, [4, 3]), (by_mean_square, [3]), (mean_of_means, [4, 3]),
+    (sums_over_less_than_their_number, [4, 3]), (squares_of_another, [3])])
 def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
     scopes = ["bn1/l2_normalize", "bn2/l2_normalize"] if layer is by_norm else ["bn1", "bn2"]
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")
+
+
+SQUARES = [(of_squares, [3]), (of_sufficient_statistics, [4, 3]), (of_sufficient_statistics_of_unknown_size, [4, 3]),
+           (as_in_keras, [4, 3]), (of_shifted_statistics, [4, 3])]
+
+
+@pytest.mark.parametrize("layer, shape", SQUARES + [(of_squares_and_other_uses, [3]), (of_sums_of_squares_and_other_uses, [3])])
+def test_means_of_squares_less_squared_means_become_the_exact_variance_and_are_said_to_be(layer, shape):
+    def layer_in_its_scope(x):
+        with tf.variable_scope(tf.get_default_graph().get_name_scope().split("/")[-1], auxiliary_name_scope=False):
+            return layer(x)
+
+    assert_law_and_that_it_may_fail(model_of(layer_in_its_scope), batch_of(*shape), kind="squares")
+
+
+@pytest.mark.parametrize("layer, shape", SQUARES)
+def test_the_variance_of_squares_is_exact_in_float32_where_the_mean_is_ten_thousand_deviations(layer, shape):
+    x = (1e4 + np.random.RandomState(0).randn(64, *shape)).astype(np.float32)
+    parts = towers.PerTower([(x[:20],), (x[20:21],), (x[21:],)])
+
+    def model_fn(x):
+        return {"y": layer(x), "loss": tf.reduce_mean(x)}
+
+    ours = run(build(tf_syncbn.convert_model(model_fn), parts, 3).merged()["y"])
+    wide, axes = x.astype(np.float64), tuple(range(x.ndim - 1))
+    exact = (wide - wide.mean(axes)) / np.sqrt(wide.var(axes) + 1e-3)
+    np.testing.assert_allclose(ours, exact, atol=3e-3)  # x - mean is exact to half a digit of 1e4 in float32
+    with tf.Graph().as_default():
+        of_one = run(build(tf_syncbn.convert_model(model_fn), (x,), 1).merged()["y"])
+    assert not np.abs(of_one - exact).max() < 0.1  # what the model's own formula makes of it
 
 
 def by_unknown_size(x):

@@ -18,6 +18,7 @@ from towers.cross_tower import all_gather, all_reduce
 from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
 from towers.loss_scale import scale_loss
+from towers.losses import softmax_cross_entropy
 from towers.masking import mask_gradients
 from towers.placement import find_devices, session_config
 from towers.training import minimize
@@ -51,4 +52,5 @@ __all__ = [
     "minimize",
     "scale_loss",
     "session_config",
+    "softmax_cross_entropy",
 ]

@@ -50,7 +50,7 @@ def all_reduce(tensor, reduction="sum", name=None):
         return total if reduction == "sum" else total / tf.cast(tower.num_towers, total.dtype)
 
 
-def all_gather(tensor, name=None):
+def all_gather(tensor, name=None, with_offset=False):
     """Joins the tensors of all towers along axis 0, in the order of the towers; every tower gets the result.
 
     Towers meet here, forward, and again in each gradient. The towers' parts may differ in size along axis 0.
@@ -58,9 +58,12 @@ def all_gather(tensor, name=None):
     Args:
       tensor: tensor of rank 1 or more, alike in every tower but for axis 0.
       name: str, optional name scope.
+      with_offset: whether to return where this tower's part begins as well.
 
     Returns:
       A tensor of the dtype of `tensor`, its size along axis 0 the sum over towers. Outside of towers, `tensor` itself.
+      With `with_offset` a pair of that and of an int32 scalar, the number of the row of it that is the first one of `tensor`; 0
+      outside of towers. Towers do not count as unlike for what is made of it.
 
     Raises:
       ValueError: if the rank is 0 or unknown.
@@ -68,7 +71,9 @@ def all_gather(tensor, name=None):
 
     Example:
 
-        similar = tf.matmul(features, towers.all_gather(features), transpose_b=True)
+        of_all, first = towers.all_gather(features, with_offset=True)
+        similar = tf.matmul(features, of_all, transpose_b=True)
+        own = first + tf.range(tf.shape(features)[0])       # the column of each row of `similar` that is the row itself
     """
     tower = tower_here("all_gather")
     with tf.name_scope(name, "all_gather"):
@@ -77,11 +82,12 @@ def all_gather(tensor, name=None):
             raise ValueError("all_gather joins along axis 0 and needs a known rank of 1 or more; %r has shape %s."
                              % (tensor.name, tensor.shape))
         if tower is None:
-            return tensor
+            return (tensor, tf.constant(0, name="offset")) if with_offset else tensor
         joined_shape = tf.TensorShape([None]).concatenate(tensor.shape[1:])
         place = next_place("all_gather", [tensor], [joined_shape])
         joined, offset = meet_at(place, [tensor], _join, [(tensor.dtype, joined_shape), (tf.int32, [])])
-        return pass_with_gradient("TowersAllGather", [joined, tensor, offset], place)[0]
+        joined = pass_with_gradient("TowersAllGather", [joined, tensor, offset], place)[0]
+        return (joined, offset) if with_offset else joined
 
 
 def cross_tower_sum_at(place, tensor, group_size=None):

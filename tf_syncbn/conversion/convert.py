@@ -41,7 +41,8 @@ class ConvertedLayer(NamedTuple):
     Fields:
       scope: str, the name scope of its ops in the tower.
       shape: `tf.TensorShape` of its input.
-      kind: str, "fused", "fused in tf.cond", "moments" or "sums": what the model had made it of.
+      kind: str, what the model had made it of: "fused", "fused in tf.cond", "moments"; "squares", where its variance is
+        E[x^2] - E[x]^2 and became the exact one; or "sums", other sums and means.
     """
     scope: str
     shape: Any
@@ -56,7 +57,9 @@ def convert_model(model_fn, only=None):
     by a root; and other sums or means over all examples by whose root examples are scaled: `E[x^2] - E[x]^2`,
     `tf.nn.sufficient_statistics`, `tf.nn.weighted_moments`, a norm. Examples lie along axis 0 of what the model function was
     given, and are followed to where transpositions and reshapes move them. Outputs, the batch moments that feed moving
-    averages (with Bessel's correction where the model had it) and gradients become those of one tower on the whole batch.
+    averages (with Bessel's correction where the model had it) and gradients become those of one tower on the whole batch. A
+    variance that is known to be `E[x^2] - E[x]^2` becomes the exact one: where means are large, the model's own formula, which
+    one tower keeps, would lose it.
     What normalizes each example by itself, or weights, stays as it is. No variable, name, collection or initializer changes,
     so checkpoints move between the converted and the unconverted model. Updates of moving averages run once a step, as a
     `sync_batch_norm`'s: in UPDATE_OPS they are shared by all towers, and inline ones remain in tower 0.

@@ -17,6 +17,7 @@ from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables
 from tf_syncbn.conversion.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
+from tf_syncbn.conversion.squares import find_squares
 
 __all__ = ["Found", "find_batch_norms", "find_hidden"]
 
@@ -179,4 +180,19 @@ def _sums(root, model, known):
                    "tower's examples: take it of tf.shape, or take moments by tf.nn.moments")
     if unknown:
         trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
-    return BatchNorm("sums", root, sums[0].inputs[0], (), sums=sums, counts=counts, trouble=trouble), False
+    squares, x = find_squares(sums, model), sums[0].inputs[0]
+    sums, counts = _besides(squares, sums, counts)
+    kind = "squares" if squares else "sums"
+    return BatchNorm(kind, root, x, (), sums=sums, squares=squares, counts=counts, trouble=trouble), False
+
+
+def _besides(squares, sums, counts):
+    """Returns those of sums, and of places of counts, that something else reads than variances that are known as such."""
+    replaced = {op for variance in squares for op in [variance.op] + variance.means}
+    inside = {op for variance in squares for op in variance.made_of}
+
+    def is_unread(op):
+        return op in replaced or op in inside and all(map(is_unread, op.outputs[0].consumers()))
+
+    return [op for op in sums if not is_unread(op)], {
+        place: of_counts for place, of_counts in counts.items() if not is_unread(place[0])}

@@ -15,13 +15,14 @@ class BatchNorm(NamedTuple):
     """A batch norm in training mode.
 
     Fields:
-      kind: "fused", "fused in tf.cond", "moments" or "sums".
-      op: the fused op, the one that computes the variance, or of "sums" the root.
+      kind: "fused", "fused in tf.cond", "moments", "squares" or "sums".
+      op: the fused op, the one that computes the variance, or of "squares" and "sums" the root.
       x: tensor, what is normalized.
       kept: tuple of int, the axes that have moments of their own, not negative: the channels' alone in fused ones.
       means: "moments": list of the ops that compute the mean; else empty.
       frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
-      sums: "sums": list of the ops that take sums or means over examples, in order; else empty.
+      sums: "squares" and "sums": list of the ops that take sums or means over examples, in order; else empty.
+      squares: "squares": list of `tf_syncbn.conversion.squares.Squares`, variances of sums that are none of `sums`; else empty.
       counts: dict, where numbers of examples go in with the moments, see `tf_syncbn.conversion.counts`.
       corrected: "moments": list of (op, n) that give the variance times n / (n - 1), where n is a constant; else empty.
       trouble: str, why it can't be synced; or None.
@@ -33,6 +34,7 @@ class BatchNorm(NamedTuple):
     means: Any = ()
     frozen: Any = None
     sums: Any = ()
+    squares: Any = ()
     counts: Any = ()
     corrected: Any = ()
     trouble: Any = None
@@ -40,15 +42,17 @@ class BatchNorm(NamedTuple):
     @property
     def ops(self):
         """The ops of which a gradient op tells that this batch norm has been differentiated already."""
-        return [self.op] + list(self.means) + list(self.sums) + ([] if self.frozen is None else [self.frozen])
+        of_squares = [op for squares in self.squares for op in [squares.op] + squares.made_of]
+        return [self.op] + list(self.means) + list(self.sums) + of_squares + ([] if self.frozen is None else [self.frozen])
 
     @property
     def moments(self):
         """The tensors that hold the batch's mean, and those that hold its variance, two lists; of sums all are in the second."""
         if self.kind == "moments":
             return [mean.outputs[0] for mean in self.means], [self.op.outputs[0]]
-        if self.kind == "sums":
-            return [], [op.outputs[0] for op in self.sums]
+        if self.kind in ("squares", "sums"):
+            ops = [op for squares in self.squares for op in squares.means + [squares.op]] + list(self.sums)
+            return [], [op.outputs[0] for op in ops]
         if self.kind == "fused":
             return [self.op.outputs[1]], [self.op.outputs[2]]
         return tuple([merge.outputs[0] for merge in tensor.consumers()] for tensor in self.op.outputs[1:3])

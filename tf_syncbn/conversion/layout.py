@@ -67,6 +67,14 @@ class Layout:
         size, = self._known(tensor).sizes or [None] if tensor.shape.rank == 0 else [None]
         return size is not None and sum(factor.of_examples > 0 for factor in size) == 1
 
+    def is_number_of(self, tensor, x, reduced):
+        """Tells whether a scalar is how many values of `x` lie along the axes `reduced` together."""
+        size, = self._known(tensor).sizes or [None] if tensor.shape.rank == 0 else [None]
+        axes = self._known(x).axes
+        if size is None or axes is None or len(axes) != x.shape.rank:
+            return False
+        return _product(size) == _product([factor for axis in reduced for factor in axes[axis]])
+
     def number(self, tensor):
         """Returns the value of a scalar that is a product of known sizes; else None."""
         size, = self._known(tensor).sizes or [None] if tensor.shape.rank == 0 else [None]
@@ -86,3 +94,10 @@ class Layout:
             return None
         kept = [axis for axis in axes if axis not in reduced]
         return "all" if not kept else "some" if kept[0] > min(reduced.intersection(axes)) else None
+
+
+def _product(factors):
+    """Returns a product in a form that can be compared: a number, and what stands for the unknown sizes."""
+    sizes = [factor.size for factor in factors]
+    known = [size for size in sizes if isinstance(size, int)]
+    return tf.TensorShape(known).num_elements(), sorted(size for size in sizes if not isinstance(size, int))

@@ -102,7 +102,7 @@ class Replacement:
         """Replaces the `BatchNorm` of an index in `statistics`, by ops in its scope and on its device."""
         op = batch_norm.op
         replace = {"fused": self._fused, "fused in tf.cond": self._fused_in_cond, "moments": self._moments,
-                   "sums": self._sums}[batch_norm.kind]
+                   "squares": self._sums, "sums": self._sums}[batch_norm.kind]
         with op.graph.colocate_with(None, ignore_existing=True), tf.device(op.device), tf.control_dependencies(
                 self._waits_for(batch_norm)):
             with tf.name_scope(self._tower.name_scope + scope + "/"), tf.name_scope("sync_batch_norm"):
@@ -162,6 +162,11 @@ class Replacement:
         return whole
 
     def _sums(self, batch_norm):
+        for squares in batch_norm.squares:
+            _, mean, variance = split(moments_over_towers(*_along_one_axis(squares), self._tower))
+            for op, new in [(squares.op, variance)] + [(op, mean) for op in squares.means]:
+                old = op.outputs[0]
+                self._replace(old, tf.reshape(tf.cast(new, old.dtype), old.shape))
         for op in batch_norm.sums:
             self._replace(op.outputs[0], _over_towers(op))
         self._replace_counts(batch_norm)
@@ -252,7 +257,7 @@ def _over_towers(op):
 
 
 def _along_one_axis(batch_norm):
-    """Returns the input of a batch norm of moments with all axes that keep theirs made one, and that axis."""
+    """Returns the input of a batch norm of moments, or of `Squares`, with all axes that keep theirs made one, and that axis."""
     x, kept = batch_norm.x, list(batch_norm.kept)
     if len(kept) == 1:
         return x, kept[0]
