@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
                     "placement", "batch", "shares", "sharing", "graph_walk", "global_loss", "graph_collections", "functions",
                     "likeness", "twins", "ordering", "written", "state", "empty_batches", "keras3", "builder", "update_ops",
-                    "overlap", "gradients", "transforms", "training", "assignment", "testing"],
+                    "overlap", "gradients", "transforms", "training", "graph_copy", "loop", "assignment", "testing"],
          "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",
                        "kernels.fused_op", "kernels.reference", "kernels.cudnn", "kernels.cudnn_small", "kernels.onednn",
                        "kernels.eigen_tf1", "kernels.eigen", "kernels.eigen_plain", "kernels.__init__", "kernels.choose",

@@ -16,6 +16,7 @@ from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
+from towers.loop import repeat
 from towers.placement import find_devices, session_config
 from towers.training import minimize
 from towers.transforms import clip_by_global_norm
@@ -42,5 +43,6 @@ __all__ = [
     "find_devices",
     "may_differ",
     "minimize",
+    "repeat",
     "session_config",
 ]
