@@ -42,8 +42,7 @@ def repeat(step_fn, num_steps):
       num_steps: int, or scalar integer tensor, of 1 or more.
 
     Returns:
-      The structure of `step_fn`, in which tensors are `[num_steps, ...]`, joined over the steps, and operations one operation that
-      runs them all.
+      The structure of `step_fn`, in which tensors are `[num_steps, ...]`, one row a step, and operations one that runs all steps.
 
     Raises:
       TypeError: if `step_fn` is no function, `num_steps` no integer, or what `step_fn` returns holds anything but tensors,
@@ -88,17 +87,30 @@ def _loop(copy, ends, num_steps):
         arrays = [tf.TensorArray(t.dtype, count, element_shape=t.shape, tensor_array_name=t.op.name.split("/")[-1])
                   for t in tensors]
 
-        def body(step, arrays):
+        def body(step, shapes, arrays):
             made = copy.make("step")
             values = [value for value in made if isinstance(value, tf.Tensor)]
-            with tf.control_dependencies(made):  # the next step begins when all of this one is done
-                return step + 1, [array.write(step, value) for array, value in zip(arrays, values)]
+            shapes = [_checked_shape(*each, step) for each in zip(tensors, values, shapes)]
+            with tf.control_dependencies(made + shapes):  # the next step begins when all of this one is done
+                return step + 1, shapes, [array.write(step, value) for array, value in zip(arrays, values)]
 
         # Without `parallel_iterations=1` the devices of a loop may run ahead of one another.
-        done, arrays = tf.while_loop(lambda step, _: step < count, body, (tf.constant(0), arrays), parallel_iterations=1,
-                                     back_prop=False)
+        done, _, arrays = tf.while_loop(lambda step, *_: step < count, body, (tf.constant(0), [""] * len(tensors), arrays),
+                                        parallel_iterations=1, back_prop=False, return_same_structure=True)
         finished, stacked = tf.group(done, name="finished"), iter([array.stack() for array in arrays])
         return [_result(next(stacked), end, num_steps) if isinstance(end, tf.Tensor) else finished for end in ends]
+
+
+def _checked_shape(tensor, value, shape, step):
+    """Returns the shape of a step's result as a string; it fails when it is run if that is not `shape`, the last step's."""
+    if tensor.shape.is_fully_defined():
+        return shape
+    now = tf.strings.join(["[", tf.strings.reduce_join(tf.as_string(tf.shape(value)), separator=", "), "]"])
+    check = tf.raw_ops.Assert(condition=tf.logical_or(tf.equal(step, 0), tf.equal(now, shape)), data=[
+        "The result %s of towers.repeat has to have the same shape in every step. The shape, that of the step before, and the "
+        "number of the step are" % tensor.name, now, shape, step])
+    with tf.control_dependencies([check]):
+        return tf.identity(now)
 
 
 def _result(stacked, end, num_steps):
@@ -116,8 +128,8 @@ def _check_call(step_fn):
                            "tf.compat.v1.disable_eager_execution() when the program starts.")
     graph = tf.get_default_graph()
     if current_tower() is not None or control_flow_now(graph) is not None or hasattr(graph, "outer_graph"):
-        raise ValueError("towers.repeat was called inside a model function, tf.cond, tf.while_loop or tf.function: call it outside, "
-                         "and let step_fn build all that is to be repeated.")
+        raise ValueError("towers.repeat was called inside a model function, tf.cond, tf.while_loop or tf.function: call it "
+                         "outside, and let step_fn build all that is to be repeated.")
 
 
 def _checked_number(num_steps):
