@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import conversion, graph, layer, memory, networks, report, variants
+from benchmarks import conversion, graph, layer, memory, networks, repeat, report, variants
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
 from benchmarks.unsynced import fused_batch_norm
@@ -68,7 +68,8 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
     assert (tmp_path / "report.md").exists() and list(tmp_path.glob("*.png"))
 
 
-@pytest.mark.parametrize("module,arguments", [(layer, []), (memory, []), (conversion, ["--batch-size", "1"])])
+@pytest.mark.parametrize("module,arguments", [(layer, []), (memory, []), (conversion, ["--batch-size", "1"]),
+                                              (repeat, ["--steps", "3", "--towers", "1"])])
 def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, capsys, monkeypatch, module, arguments):
     monkeypatch.setattr(layer, "_CASES", [layer._Case((16, 32, 32, 64))])
     monkeypatch.setattr(memory, "in_fresh_process", lambda *_, **__: {"peak": 2 << 20, "growth": 1 << 20})

@@ -94,7 +94,8 @@ def _loop(copy, ends, num_steps):
             with tf.control_dependencies(made + shapes):  # the next step begins when all of this one is done
                 return step + 1, shapes, [array.write(step, value) for array, value in zip(arrays, values)]
 
-        # Without `parallel_iterations=1` the devices of a loop may run ahead of one another.
+        # One iteration at a time on each device too: Grappler lets a cast of a ref variable run when its iteration begins,
+        # whatever the read waited for.
         done, _, arrays = tf.while_loop(lambda step, *_: step < count, body, (tf.constant(0), [""] * len(tensors), arrays),
                                         parallel_iterations=1, back_prop=False, return_same_structure=True)
         finished, stacked = tf.group(done, name="finished"), iter([array.stack() for array in arrays])
@@ -114,7 +115,7 @@ def _checked_shape(tensor, value, shape, step):
 
 
 def _result(stacked, end, num_steps):
-    result = tf.stop_gradient(stacked, name=end.op.name.split("/")[-1])
+    result = tf.identity(stacked, name=end.op.name.split("/")[-1])
     result.set_shape(tf.TensorShape([None if tf.is_tensor(num_steps) else num_steps]).concatenate(end.shape))
     return result
 
