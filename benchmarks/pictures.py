@@ -128,11 +128,29 @@ def _memory(several):
     return figure
 
 
-_DRAWN_BY = {"layer": _layer, "train_step": _train_step, "conversion": _train_step, "graph": _graph, "memory": _memory}
+def _repeat(several):
+    figure, axes = plt.subplots(figsize=(9, 5))
+    ways = list(several[0]["rows"][0]["ratios"])
+    for i, (result, way) in enumerate([(result, way) for result in several for way in ways]):
+        medians, errors = _error_bars([row["ratios"][way] for row in result["rows"]])
+        x = np.arange(len(medians)) + 0.8 * ((i + 0.5) / (len(several) * len(ways)) - 0.5)
+        axes.bar(x, medians, 0.8 / (len(several) * len(ways)), yerr=errors, capsize=2, label="%s, %s" % (way, _lane(result)))
+    axes.axhline(1, color="0.4", linewidth=1)
+    axes.set_xticks(range(len(several[0]["rows"])))
+    axes.set_xticklabels(["%s,\n%d towers" % (row["model"], row["towers"]) for row in several[0]["rows"]], fontsize=8)
+    axes.set_ylabel("time of a step in the loop / by the way (quartiles)")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+_DRAWN_BY = {"layer": _layer, "train_step": _train_step, "conversion": _train_step, "graph": _graph, "repeat": _repeat,
+             "memory": _memory}
 _TITLES = {
     "layer": "sync_batch_norm on %(towers)d CPU towers",
     "train_step": "Training steps of %(network)s, %(batch_of_a_tower)d images a tower,",
     "conversion": "Training steps of %(network)s, %(images)s, %(batch_of_a_tower)d images a tower,",
     "graph": "Graphs of a training step of %(network)s",
+    "repeat": "%(steps)d training steps in one call, batches of %(batch)d,",
     "memory": "%(network)s on 2 towers, %(batch_of_a_tower)d images each,",
 }

@@ -178,11 +178,18 @@ def _pipeline(result):
         for row in result["rows"]])
 
 
+def _repeat(result):
+    return _table(["model", "towers", "way", "us a step", "towers.repeat / way"], [
+        [row["model"], row["towers"], way, _spread(microseconds, 0), _spread(row["ratios"][way]) if way in row["ratios"] else "-"]
+        for row in result["rows"] for way, microseconds in row["microseconds"].items()])
+
+
 _TABLES = {
     "layer": ("one layer on 2 CPU towers, synced / unsynced", _layer),
     "train_step": ("ResNet-20, a training step", _train_step),
     "conversion": ("ResNet-50 of 64 x 64 images, a training step", _conversion),
     "graph": ("ResNet-20, the graph of a training step", _graph),
+    "repeat": ("many training steps in one call", _repeat),
     "memory": ("ResNet-20, peak memory of 2 towers", _memory),
     "pipeline": ("ResNet-20, a training step with its input", _pipeline),
 }

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import conversion, graph, layer, memory, networks, pipeline, report, variants
+from benchmarks import conversion, graph, layer, memory, networks, pipeline, repeat, report, variants
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
 from benchmarks.unsynced import fused_batch_norm
@@ -70,7 +70,7 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
 
 
 @pytest.mark.parametrize("module,arguments", [
-    (layer, []), (memory, []), (conversion, ["--batch-size", "1"]),
+    (layer, []), (memory, []), (conversion, ["--batch-size", "1"]), (repeat, ["--steps", "3", "--towers", "1"]),
     (pipeline, ["--batch-size", "4", "--towers", "2", "--steps", "1"])])
 def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, capsys, monkeypatch, module, arguments):
     monkeypatch.setattr(layer, "_CASES", [layer._Case((16, 32, 32, 64))])

@@ -17,6 +17,7 @@ from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
+from towers.loop import repeat
 from towers.loss_scale import scale_loss
 from towers.losses import softmax_cross_entropy
 from towers.masking import mask_gradients
@@ -50,6 +51,7 @@ __all__ = [
     "mask_gradients",
     "may_differ",
     "minimize",
+    "repeat",
     "scale_loss",
     "session_config",
     "softmax_cross_entropy",

@@ -4,7 +4,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import taken_from_outside, waiting_for
 
-__all__ = ["VARIABLES", "ancestors", "calls_of", "descendants", "end_of", "is_ref", "is_variable", "op_of",
+__all__ = ["CALLS", "VARIABLES", "ancestors", "calls_of", "descendants", "end_of", "is_ref", "is_variable", "op_of",
            "reads_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
@@ -12,7 +12,7 @@ _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGathe
                                "VarIsInitializedOp", "DestroyResourceOp"])
 # What a variable goes through on its way into a tf.cond or tf.while_loop of control flow 1.
 _PASSED_ON = frozenset(["Identity", "RefIdentity", "Switch", "RefSwitch", "Enter", "RefEnter"])
-_CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
+CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
 _BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
 _NO_READERS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
 _REF_READERS = frozenset(["RefMerge", "RefSelect", "RefExit", "RefNextIteration", "IsVariableInitialized"])
@@ -97,7 +97,7 @@ def written_variable(op):
         source = source.inputs[0].op
     if op.op_def is not None and op.op_def.input_arg and op.op_def.input_arg[0].is_ref:
         return None if op.type in _REF_READERS else source
-    if op.type in _RESOURCE_READERS | _CALLS or source.outputs[0].dtype != tf.resource:
+    if op.type in _RESOURCE_READERS | CALLS or source.outputs[0].dtype != tf.resource:
         return None
     return source if variable_of(source) is not None else None
 
@@ -117,12 +117,12 @@ def writes_of(ops):
     for op in ops:
         kind = op.type
         if kind not in types:
-            types[kind] = kind in _CALLS or op.op_def is not None and any(
+            types[kind] = kind in CALLS or op.op_def is not None and any(
                 argument.is_ref or argument.type == tf.resource.as_datatype_enum for argument in op.op_def.input_arg)
         if not types[kind]:
             continue
         written = [written_variable(op)]
-        if kind in _CALLS and any(tensor.dtype == tf.resource for tensor in op.inputs):
+        if kind in CALLS and any(tensor.dtype == tf.resource for tensor in op.inputs):
             library = _Library(op.graph) if library is None else library
             handles = [op.inputs[i].op for i in sorted(library.written_inputs(op.node_def))]
             written = [handle for handle in handles if variable_of(handle) is not None]

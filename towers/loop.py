@@ -1,0 +1,186 @@
+"""Many training steps in one `session.run`, input pipeline included.
+
+A call of `session.run` may take longer, in Python and on its way to the devices, than the step of a small model. So the steps run
+in a `tf.while_loop`. The step is built outside of it, as ever, so that variables, slots, seeds and names are those of a training
+without the loop, and the loop's body is a copy of what it computes.
+"""
+import warnings
+
+import tensorflow.compat.v1 as tf
+
+from towers.context import current_tower
+from towers.graph_copy import GraphCopy
+from towers.placement import HOST
+from towers.private import control_flow_now
+
+__all__ = ["repeat"]
+
+_MOST = 2 ** 31 - 1
+
+
+def repeat(step_fn, num_steps):
+    """Builds a loop that runs a step many times in one `session.run`, and returns its results of all steps.
+
+        one session.run(repeat(step_fn, n))  =  n times session.run(step_fn()),    to the bit
+
+    `step_fn` is called once, and builds the step as it would without the loop: variables, slots of optimizers, seeds and names of
+    checkpoints are the same. What its results depend on then runs in each step, whether `step_fn` made it or not: the next batch
+    of an iterator, a learning rate of the global step, reads and updates of variables, random numbers. As in `session.run`,
+    what they do not depend on does not run, so the results have to wait for the train op, or it has to be among them. A step
+    begins when the one before has finished.
+
+    What is fed is the same in all steps, and has to be fed to a placeholder. What `tf.control_dependencies` around the call name
+    runs once, before the first step. Gradients do not pass. Random ops with seeds draw in each step what they would draw in the
+    next `session.run`; each loop draws from a beginning of its own.
+
+    If a step fails, as at the end of the data (`tf.errors.OutOfRangeError`), the call of `session.run` does, without results. The
+    steps before it stay done: the variables are trained by them.
+
+    Args:
+      step_fn: function without arguments that returns a nested structure of tensors, variables and operations. A tensor has the
+        same shape in every step; where it has not, `tf.errors.InvalidArgumentError` is raised when it runs.
+      num_steps: int, or scalar integer tensor, of 1 or more.
+
+    Returns:
+      The structure of `step_fn`, in which tensors are `[num_steps, ...]`, one row a step, and operations one that runs all steps.
+
+    Raises:
+      TypeError: if `step_fn` is no function, `num_steps` no integer, or what `step_fn` returns holds anything but tensors,
+        variables and operations.
+      ValueError: if `num_steps` is less than 1; within a tf.cond, tf.while_loop, tf.function or model function; for results of
+        another graph or out of a tf.cond or loop; for ref variables under control flow v2; for a
+        `tf.placeholder_with_default` whose default changes from step to step. A tensor `num_steps` less than 1 is an
+        InvalidArgumentError when it runs.
+      RuntimeError: under eager execution.
+
+    Warns:
+      UserWarning: if `step_fn` makes an optimizer's op that its results do not wait for, so that it would never run.
+
+    Example:
+
+        def step():
+            replicas = builder.build(model_fn, iterator.get_next())
+            return replicas.loss, towers.minimize(replicas, optimizer, global_step=global_step)
+
+        losses, train_op = towers.repeat(step, 100)
+        losses_of_100_steps, _ = session.run([losses, train_op])
+    """
+    _check_call(step_fn)
+    graph, num_steps = tf.get_default_graph(), _checked_number(num_steps)
+    first_op = len(graph.get_operations())
+    with tf.control_dependencies(None):
+        structure = step_fn()
+        ends = [_checked_end(leaf, structure, graph) for leaf in tf.nest.flatten(structure, expand_composites=False)]
+    if not ends:
+        raise TypeError("step_fn returned %r, which holds nothing to run: return the loss, say." % (structure,))
+    copy = GraphCopy(ends)
+    _warn_of_left_out(graph.get_operations()[first_op:], copy.ops)
+    with tf.name_scope("repeat"):
+        return tf.nest.pack_sequence_as(structure, _loop(copy, ends, num_steps))
+
+
+def _loop(copy, ends, num_steps):
+    """Builds the loop; returns for each end its values of all steps, or an operation that waits for the last step."""
+    tensors = [end for end in ends if isinstance(end, tf.Tensor)]
+    with tf.device(HOST):
+        count = _positive(num_steps) if tf.is_tensor(num_steps) else tf.constant(num_steps, name="num_steps")
+        arrays = [tf.TensorArray(t.dtype, count, element_shape=t.shape, tensor_array_name=t.op.name.split("/")[-1])
+                  for t in tensors]
+
+        def body(step, shapes, arrays):
+            made = copy.make("step")
+            values = [value for value in made if isinstance(value, tf.Tensor)]
+            shapes = [_checked_shape(*each, step) for each in zip(tensors, values, shapes)]
+            with tf.control_dependencies(made + shapes):  # the next step begins when all of this one is done
+                return step + 1, shapes, [array.write(step, value) for array, value in zip(arrays, values)]
+
+        # One iteration at a time on each device too: Grappler lets a cast of a ref variable run when its iteration begins,
+        # whatever the read waited for.
+        done, _, arrays = tf.while_loop(lambda step, *_: step < count, body, (tf.constant(0), [""] * len(tensors), arrays),
+                                        parallel_iterations=1, back_prop=False, return_same_structure=True)
+        finished, stacked = tf.group(done, name="finished"), iter([array.stack() for array in arrays])
+        return [_result(next(stacked), end, num_steps) if isinstance(end, tf.Tensor) else finished for end in ends]
+
+
+def _checked_shape(tensor, value, shape, step):
+    """Returns the shape of a step's result as a string; it fails when it is run if that is not `shape`, the last step's."""
+    if tensor.shape.is_fully_defined():
+        return shape
+    now = tf.strings.join(["[", tf.strings.reduce_join(tf.as_string(tf.shape(value)), separator=", "), "]"])
+    check = tf.raw_ops.Assert(condition=tf.logical_or(tf.equal(step, 0), tf.equal(now, shape)), data=[
+        "The result %s of towers.repeat has to have the same shape in every step. The shape, that of the step before, and the "
+        "number of the step are" % tensor.name, now, shape, step])
+    with tf.control_dependencies([check]):
+        return tf.identity(now)
+
+
+def _result(stacked, end, num_steps):
+    result = tf.identity(stacked, name=end.op.name.split("/")[-1])
+    result.set_shape(tf.TensorShape([None if tf.is_tensor(num_steps) else num_steps]).concatenate(end.shape))
+    return result
+
+
+def _check_call(step_fn):
+    if not callable(step_fn):
+        raise TypeError("step_fn has to be a function without arguments that builds a step, not %r: for what is built already "
+                        "`lambda: (loss, train_op)`." % (step_fn,))
+    if tf.executing_eagerly():
+        raise RuntimeError("towers.repeat builds a loop in a TensorFlow 1 graph, and eager execution is on: call "
+                           "tf.compat.v1.disable_eager_execution() when the program starts.")
+    graph = tf.get_default_graph()
+    if current_tower() is not None or control_flow_now(graph) is not None or hasattr(graph, "outer_graph"):
+        raise ValueError("towers.repeat was called inside a model function, tf.cond, tf.while_loop or tf.function: call it "
+                         "outside, and let step_fn build all that is to be repeated.")
+
+
+def _checked_number(num_steps):
+    """Returns a number of steps as int where it is known now, else as scalar int32 or int64 tensor."""
+    given, known = num_steps, num_steps
+    if not hasattr(num_steps, "__index__") or tf.is_tensor(num_steps):
+        num_steps = tf.convert_to_tensor(num_steps)
+        known = tf.get_static_value(num_steps)
+        if not num_steps.dtype.is_integer or num_steps.shape.rank not in (0, None):
+            raise TypeError("num_steps has to be an int or a scalar integer tensor; %r is %s of shape %s."
+                            % (given, num_steps.dtype.name, num_steps.shape))
+    if known is None:
+        return num_steps
+    if isinstance(given, bool):
+        raise TypeError("num_steps has to be an int or a scalar integer tensor, not %r." % given)
+    if not 1 <= int(known) <= _MOST:
+        raise ValueError("num_steps has to be 1 or more and less than 2^31, not %d." % known)
+    return int(known)
+
+
+def _positive(num_steps):
+    """Returns a number of steps as int32; it fails when it is run if the number is none of 1, 2, 3 ..."""
+    with tf.name_scope("num_steps"):
+        fine = tf.logical_and(num_steps >= 1, num_steps <= _MOST)
+        check = tf.raw_ops.Assert(condition=tf.reduce_all(fine), data=[
+            "num_steps of towers.repeat has to be 1 or more and less than 2^31. It is", num_steps])
+        with tf.control_dependencies([check]):
+            return tf.reshape(tf.cast(num_steps, tf.int32), [])
+
+
+def _checked_end(leaf, structure, graph):
+    """Returns a tensor or operation of what `step_fn` returned, a variable's value for a variable."""
+    if not isinstance(leaf, (tf.Tensor, tf.Operation)) and not (hasattr(leaf, "initializer") and hasattr(leaf, "assign")):
+        raise TypeError("step_fn has to return a structure of tensors, variables and operations; %r in %r is none of them."
+                        % (leaf, structure))
+    end = leaf if isinstance(leaf, tf.Operation) else tf.convert_to_tensor(leaf)
+    if end.graph is not graph:
+        raise ValueError("step_fn returned %r of another graph than the default one: call towers.repeat in the graph of the step."
+                         % end.name)
+    if not graph.is_fetchable(end):
+        raise ValueError("step_fn returned %r, which stands inside a tf.cond or tf.while_loop: return what the tf.cond or "
+                         "tf.while_loop itself returns." % end.name)
+    if isinstance(end, tf.Tensor) and end.dtype in (tf.resource, tf.variant):
+        raise TypeError("step_fn returned %r of %s, which can't be joined over the steps." % (end.name, end.dtype.name))
+    return end
+
+
+def _warn_of_left_out(made, copied):
+    copied = set(copied)
+    left_out = [op for op in made if "Apply" in op.type and op not in copied]
+    if left_out:
+        warnings.warn("step_fn makes %r, which trains, and what it returns does not wait for that, so it never runs. Return the "
+                      "train op too." % left_out[0].name, stacklevel=3)
