@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
                     "placement", "batch", "shares", "sharing", "graph_walk", "global_loss", "graph_collections", "functions",
                     "likeness", "twins", "ordering", "written", "state", "empty_batches", "keras3", "builder", "update_ops",
-                    "overlap", "gradients", "transforms", "training", "assignment", "testing"],
+                    "overlap", "gradients", "transforms", "training", "own_data", "gradient_forms", "tower_optimizer", "steps",
+                    "metrics", "specs", "estimator", "assignment", "testing"],
          "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",
                        "kernels.fused_op", "kernels.reference", "kernels.cudnn", "kernels.cudnn_small", "kernels.onednn",
                        "kernels.eigen_tf1", "kernels.eigen", "kernels.eigen_plain", "kernels.__init__", "kernels.choose",
@@ -77,7 +78,7 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast",
-                   "contextlib", "functools", "hashlib", "itertools", "operator",
+                   "contextlib", "copy", "functools", "hashlib", "inspect", "itertools", "operator",
                    "os", "re", "sys", "threading", "typing", "warnings"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 

@@ -14,9 +14,11 @@ from towers.batch import PerTower
 from towers.builder import Tower, TowerBuilder, Towers
 from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
+from towers.estimator import replicate_model_fn
 from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
 from towers.placement import find_devices, session_config
+from towers.tower_optimizer import TowerOptimizer
 from towers.training import minimize
 from towers.transforms import clip_by_global_norm
 from towers.turns import TowerMismatchError
@@ -29,6 +31,7 @@ __all__ = [
     "TowerBuilder",
     "TowerContext",
     "TowerMismatchError",
+    "TowerOptimizer",
     "Towers",
     "__version__",
     "all_gather",
@@ -42,5 +45,6 @@ __all__ = [
     "find_devices",
     "may_differ",
     "minimize",
+    "replicate_model_fn",
     "session_config",
 ]
