@@ -236,12 +236,17 @@ def _stand_ins(loss, variables):
             else:
                 rows = tf.TensorShape([None]).concatenate(shape[1:])
                 whole = tf.constant(shape.as_list(), tf.int64) if shape.is_fully_defined() else None
-                found.append(tf.IndexedSlices(_stand_in(dtype, rows, variable), _stand_in(tf.int64, [None], variable), whole))
+                indices = _stand_in(tf.int64, tf.TensorShape([None]), variable)
+                found.append(tf.IndexedSlices(_stand_in(dtype, rows, variable), indices, whole))
     return found
 
 
 def _stand_in(dtype, shape, variable):
-    return tf.identity(tf.placeholder(dtype, shape, name=variable.op.name + "/not_yet_computed"), name=variable.op.name)
+    # No plain placeholder: tf_syncbn.convert_model would take it for data of the tower. Unwired it is not a number.
+    name = variable.op.name + "/not_yet_computed"
+    value = tf.zeros([], dtype) if dtype.is_integer else tf.constant(float("nan"), dtype)
+    filled = tf.fill([size or 1 for size in shape.as_list()] if shape.rank is not None else [], value, name + "/value")
+    return tf.identity(tf.placeholder_with_default(filled, shape, name), name=variable.op.name)
 
 
 def _ops_of(gradients):
