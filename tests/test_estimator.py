@@ -129,8 +129,7 @@ def assert_trains_as_without_towers(model_fn, num_towers, plain_fn=None, toleran
 
 
 @needs_estimator
-@pytest.mark.parametrize("tensors", [tf.constant, dynamic], ids=["known_size", "unknown_size"])
-@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("num_towers,tensors", [(1, tf.constant), (2, tf.constant), (3, dynamic)], ids=["1", "2", "3, unknown size"])
 @pytest.mark.parametrize("way", WAYS)
 def test_towers_train_as_the_model_function_without_them(way, num_towers, tensors):
     assert_trains_as_without_towers(functools.partial(model, way), num_towers, tensors=tensors)
@@ -283,7 +282,7 @@ def evaluated(model_fn, num_towers, batches, tensors=dynamic):
 
 
 @needs_estimator
-@pytest.mark.parametrize("num_towers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_towers", [1, 2, 5])
 @pytest.mark.parametrize("tensors,batches", [(dynamic, [np.arange(4), np.arange(4, 9), np.arange(9, 11)]),
                                              (tf.constant, [np.arange(6), np.arange(5, 11)])], ids=["unknown_size", "known_size"])
 def test_metrics_are_those_without_towers(num_towers, tensors, batches):
@@ -406,7 +405,7 @@ def test_tensors_named_at_the_top_of_a_model_function_are_found_without_the_towe
 
 
 def raises(words, model_fn, error=ValueError, mode=TRAIN, num_towers=2, **kwargs):
-    with pytest.raises(error, match=words):
+    with tf.Graph().as_default(), pytest.raises(error, match=words):
         spec_of(model_fn, mode, num_towers, **kwargs)
 
 
@@ -469,8 +468,7 @@ def test_what_a_step_can_not_be_made_of_is_refused():
 def test_towers_that_ask_for_other_steps_are_refused():
     def train_op(loss):
         optimizer = towers.TowerOptimizer(SGD(0.1))
-        steps = [optimizer.minimize(loss)] + [optimizer.minimize(loss)] * (towers.current_tower().index)
-        return steps[0]
+        return [optimizer.minimize(loss) for _ in range(1 + towers.current_tower().index)][0]
 
     raises("asks a TowerOptimizer for 2 steps in tower 1 and for 1 in tower 0", spec_with(train_op=train_op),
            towers.TowerMismatchError)
@@ -504,7 +502,7 @@ def test_saver_made_before_the_optimizers_variables_is_refused_unless_it_is_defe
 def test_session_that_lacks_the_towers_devices_is_refused():
     model_fn = towers.replicate_model_fn(spec_with(), devices=cpus(3))
     for config in (tf.estimator.RunConfig(), tf.estimator.RunConfig(session_config=towers.session_config(cpus(2)))):
-        with pytest.raises(ValueError, match=r"stand on 3 CPU devices, .* session_config=towers.session_config\(\['/cpu:0', '/cpu:1'"):
+        with pytest.raises(ValueError, match=r"stand on 3 CPU devices, .*session_config=towers.session_config\(\['/cpu:0', '/cpu:1'"):
             model_fn(FEATURES, LABELS, TRAIN, config=config)
     with pytest.raises(ValueError, match="has a distribution strategy"):
         model_fn(FEATURES, LABELS, TRAIN, config=tf.estimator.RunConfig(train_distribute=tf.distribute.get_strategy()))
@@ -683,18 +681,16 @@ def test_canned_estimator_is_replicated(tmp_path):
         return tf.data.Dataset.from_tensor_slices(({"x": x}, y)).batch(11).repeat(3)
 
     def canned(optimizer):
-        return tf.estimator.DNNClassifier([4], columns, optimizer=optimizer, loss_reduction=tf.losses.Reduction.SUM).model_fn
+        return tf.estimator.LinearClassifier(columns, optimizer=optimizer, loss_reduction=tf.losses.Reduction.SUM).model_fn
 
-    plain = tf.estimator.Estimator(canned(tf.train.AdagradOptimizer(0.05)), str(tmp_path / "plain"))
-    plain.train(input_fn, steps=1)
-    start = tf.estimator.WarmStartSettings(plain.latest_checkpoint(), ".*")
-    replicated = towers.replicate_model_fn(canned(towers.TowerOptimizer(tf.train.AdagradOptimizer(0.05))),
+    replicated = towers.replicate_model_fn(canned(towers.TowerOptimizer(tf.train.FtrlOptimizer(0.05))),
                                            tf.losses.Reduction.SUM, devices=cpus(3))
-    pair = [tf.estimator.Estimator(canned(tf.train.AdagradOptimizer(0.05)), str(tmp_path / "again"), warm_start_from=start),
-            tf.estimator.Estimator(replicated, str(tmp_path / "ours"), config_of(3), warm_start_from=start)]
+    pair = [tf.estimator.Estimator(canned(tf.train.FtrlOptimizer(0.05)), str(tmp_path / "plain")),
+            tf.estimator.Estimator(replicated, str(tmp_path / "ours"), config_of(3))]
     expected, found = [estimator.train(input_fn).evaluate(input_fn) for estimator in pair]
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, err_msg=name)
+    assert expected["average_loss"] < 0.69
 
 
 @needs_estimator
