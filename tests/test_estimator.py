@@ -129,7 +129,8 @@ def assert_trains_as_without_towers(model_fn, num_towers, plain_fn=None, toleran
 
 
 @needs_estimator
-@pytest.mark.parametrize("num_towers,tensors", [(1, tf.constant), (2, tf.constant), (3, dynamic)], ids=["1", "2", "3, unknown size"])
+@pytest.mark.parametrize("num_towers,tensors", [(1, tf.constant), (2, tf.constant), (3, dynamic)],
+                         ids=["1", "2", "3, unknown size"])
 @pytest.mark.parametrize("way", WAYS)
 def test_towers_train_as_the_model_function_without_them(way, num_towers, tensors):
     assert_trains_as_without_towers(functools.partial(model, way), num_towers, tensors=tensors)
@@ -215,9 +216,7 @@ def test_policy_says_whose_update_ops_run(policy, expected):
     def model_fn(features, labels, mode):
         average = tf.get_variable("average", [], tf.float64, tf.zeros_initializer(), trainable=False)
         weights = tf.get_variable("weights", [], tf.float64, tf.ones_initializer())
-        tf.add_to_collection(UPDATE_OPS, tf.train.moving_averages.assign_moving_average(
-            average, tf.reduce_mean(features["x"]), 0.9, zero_debias=False) if hasattr(tf.train, "moving_averages") else tf.assign(
-                average, 0.9 * average + 0.1 * tf.reduce_mean(features["x"])))
+        tf.add_to_collection(UPDATE_OPS, tf.assign(average, 0.9 * average + 0.1 * tf.reduce_mean(features["x"])))
         loss = tf.reduce_mean(features["x"] * weights)
         return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=towers.TowerOptimizer(SGD(0.1)).minimize(loss))
 
@@ -501,8 +500,9 @@ def test_saver_made_before_the_optimizers_variables_is_refused_unless_it_is_defe
 @needs_estimator
 def test_session_that_lacks_the_towers_devices_is_refused():
     model_fn = towers.replicate_model_fn(spec_with(), devices=cpus(3))
+    words = r"stand on 3 CPU devices, .*session_config=towers.session_config\(\['/cpu:0', '/cpu:1', '/cpu:2'\]\)"
     for config in (tf.estimator.RunConfig(), tf.estimator.RunConfig(session_config=towers.session_config(cpus(2)))):
-        with pytest.raises(ValueError, match=r"stand on 3 CPU devices, .*session_config=towers.session_config\(\['/cpu:0', '/cpu:1'"):
+        with pytest.raises(ValueError, match=words):
             model_fn(FEATURES, LABELS, TRAIN, config=config)
     with pytest.raises(ValueError, match="has a distribution strategy"):
         model_fn(FEATURES, LABELS, TRAIN, config=tf.estimator.RunConfig(train_distribute=tf.distribute.get_strategy()))
@@ -513,12 +513,15 @@ def test_arguments_that_are_none_are_refused():
     for words, error, kwargs in [
             ("loss_reduction is one of", ValueError, {"loss_reduction": tf.losses.Reduction.NONE}),
             ("update_ops is one of", ValueError, {"update_ops": "some"}),
-            ("convert has to be a function", TypeError, {"convert": 3}), ("weight has to be a function", TypeError, {"weight": 3}),
+            ("convert has to be a function", TypeError, {"convert": 3}),
+            ("weight has to be a function", TypeError, {"weight": 3}),
             ("A transform has to be a function", TypeError, {"transforms": [3]})]:
         with pytest.raises(error, match=words):
             towers.replicate_model_fn(spec_with(), devices=cpus(2), **kwargs)
     with pytest.raises(TypeError, match="model_fn has to be a function, not 3"):
         towers.replicate_model_fn(3)
+    with pytest.raises(ValueError, match="is converted already.* convert=tf_syncbn.convert_model"):
+        towers.replicate_model_fn(tf_syncbn.convert_model(spec_with()), devices=cpus(2))
     with pytest.raises(ValueError, match="takes `features` and `mode`"):
         towers.replicate_model_fn(lambda x: x, devices=cpus(2))
     with pytest.raises(ValueError, match="does not take labels"):
@@ -600,8 +603,8 @@ def test_cifar_pattern_trains_evaluates_predicts_and_exports_as_without_towers(t
         np.testing.assert_allclose(ours.get_variable_value(name), plain.get_variable_value(name), rtol=1e-4, atol=1e-6)
     results = [ours.evaluate(lambda: images(4)), plain.evaluate(lambda: images(4), checkpoint_path=ours.latest_checkpoint()),
                ours.evaluate(lambda: images(4), checkpoint_path=plain.latest_checkpoint())]
-    for result in results:
-        for name, value in plain.evaluate(lambda: images(4)).items():
+    for result in results[1:]:
+        for name, value in results[0].items():
             np.testing.assert_allclose(result[name], value, rtol=1e-4, err_msg=name)
     expected = np.array([row["probabilities"] for row in plain.predict(
         lambda: images(4), checkpoint_path=ours.latest_checkpoint())])
@@ -709,6 +712,47 @@ def test_initial_values_from_a_checkpoint_reach_all_towers(tmp_path):
     np.testing.assert_allclose(run(spec.predictions), FEATURES["x"].dot(np.arange(5.0)), rtol=1e-12)
 
 
+class Clipped(tf.train.Optimizer):
+    """An optimizer that clips in its `compute_gradients`, as that of tf.contrib.estimator.clip_gradients_by_norm."""
+
+    def __init__(self, optimizer):
+        super(Clipped, self).__init__(False, "Clipped")
+        self.compute, self.apply_gradients = optimizer.compute_gradients, optimizer.apply_gradients
+
+    def compute_gradients(self, *args, **kwargs):
+        gradients, variables = zip(*self.compute(*args, **kwargs))
+        return list(zip(tf.clip_by_global_norm(gradients, 0.05)[0], variables))
+
+
+@needs_estimator
+def test_optimizer_that_clips_is_exact_around_a_tower_optimizer_and_warns_within_one():
+    def model_fn(features, labels, mode, wrap):
+        loss = loss_of(features, labels)
+        with tf.control_dependencies(tf.get_collection(UPDATE_OPS)):
+            train_op = wrap(Momentum(0.1, 0.9)).minimize(loss, tf.train.get_global_step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    around, within = [functools.partial(model_fn, wrap=wrap) for wrap in (
+        lambda optimizer: Clipped(towers.TowerOptimizer(optimizer)), lambda optimizer: towers.TowerOptimizer(Clipped(optimizer)))]
+    assert_trains_as_without_towers(around, 3, functools.partial(model_fn, wrap=Clipped))
+    with tf.Graph().as_default(), pytest.warns(UserWarning, match="Clipped computes gradients in a way of its own"):
+        spec_of(within, num_towers=2)
+
+
+@needs_estimator
+@pytest.mark.skipif(not tf.__version__.startswith("1."), reason="only TensorFlow 1 has slim in tf.contrib")
+def test_train_op_of_slim_is_that_of_the_whole_batch():
+    from tensorflow.contrib import slim
+
+    def model_fn(features, labels, mode, wrap=towers.TowerOptimizer):
+        loss = loss_of(features, labels)
+        train_op = slim.learning.create_train_op(loss, wrap(tf.train.AdamOptimizer(0.1)), clip_gradient_norm=0.05,
+                                                 summarize_gradients=True)
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    assert_trains_as_without_towers(model_fn, 3)
+
+
 # Without tf.estimator.
 
 def test_without_tf_estimator_there_is_one_clear_error(monkeypatch):
@@ -756,9 +800,11 @@ def test_forms_of_gradients_are_those_that_tf_gradients_returns(resource):
             "table", "both", "dense", "unused", "stopped", "columns", "looped")]
     ids = tf.constant([0, 2, 2])
     loss = tf.reduce_sum(tf.nn.embedding_lookup(table, ids)) + tf.reduce_sum(tf.gather(both, ids)) + tf.reduce_sum(both ** 2)
-    loss += tf.reduce_sum(tf.sin(dense)) + tf.reduce_sum(tf.stop_gradient(stopped)) + tf.reduce_sum(tf.gather(columns, ids, axis=1))
+    loss += tf.reduce_sum(tf.sin(dense)) + tf.reduce_sum(tf.stop_gradient(stopped))
+    loss += tf.reduce_sum(tf.gather(columns, ids, axis=1))
     loss += tf.cast(tf.cast(tf.reduce_sum(stopped), tf.int32), tf.float32)
-    loss += tf.while_loop(lambda i, total: i < 2, lambda i, total: [i + 1, total + tf.reduce_sum(looped)], [0, 0.0])[1]
+    looped_sum = tf.while_loop(lambda i, total: i < 2, lambda i, total: [i + 1, total + tf.reduce_sum(looped)], [0, 0.0])[1]
+    loss += looped_sum
     variables = [table, both, dense, unused, stopped, columns, looped]
     expected = ["None" if g is None else "tf.IndexedSlices" if isinstance(g, tf.IndexedSlices) else "a tensor"
                 for g in tf.gradients(loss, variables)]

@@ -226,8 +226,11 @@ def _check_arguments(model_fn, loss_reduction, update_ops, transforms, convert, 
         raise ValueError("update_ops is one of %s, not %r." % (", ".join(map(repr, POLICIES)), update_ops))
     names = set(inspect.signature(model_fn).parameters)
     if "features" not in names or "mode" not in names:
-        raise ValueError("An Estimator's model function takes `features` and `mode`, and any of `labels`, `params` and `config`; this "
-                         "one takes %s." % sorted(names))
+        raise ValueError("An Estimator's model function takes `features` and `mode`, and any of `labels`, `params` and `config`; "
+                         "this one takes %s." % sorted(names))
+    if hasattr(model_fn, "converted"):
+        raise ValueError("The model function is converted already, which leaves out what its EstimatorSpec holds: hand in the "
+                         "model function itself, and convert=tf_syncbn.convert_model.")
     return names
 
 
@@ -242,7 +245,8 @@ def _check_session(config, devices):
     needed = session_config(devices).device_count["CPU"]
     if there < needed:
         raise ValueError("The towers stand on %d CPU devices, and the Session of this RunConfig has %d. Hand the Estimator "
-                         "config=tf.estimator.RunConfig(session_config=towers.session_config(%r))." % (needed, there, devices[:-1]))
+                         "config=tf.estimator.RunConfig(session_config=towers.session_config(%r))."
+                         % (needed, there, devices[:-1]))
 
 
 def _check_saver(scaffold, before):
@@ -259,8 +263,8 @@ def _check_saver(scaffold, before):
         else:
             stack.extend(op.control_inputs + [tensor.op for tensor in op.inputs])
     if saves >= {variable.op.name for variable in before}:
-        raise ValueError("The Saver of the scaffold was made before the variables of the optimizer, %r among them, and would not save "
-                         "them. Make it by tf.train.Saver(defer_build=True)." % sorted(v.op.name for v in made)[0])
+        raise ValueError("The Saver of the scaffold was made before the variables of the optimizer, %r among them, and would not "
+                         "save them. Make it by tf.train.Saver(defer_build=True)." % sorted(v.op.name for v in made)[0])
 
 
 def _is_fed(features):
@@ -317,4 +321,4 @@ def _name_without_tower(tower):
 def _is_given(name, kind):
     """Tells whether a name is the program's, not TensorFlow's default for a type of op."""
     plain = name.rstrip("0123456789").rstrip("_").lower()
-    return kind == "Identity" and plain != "identity" or plain not in kind.lower()
+    return plain != "identity" if kind == "Identity" else len(plain) < 3 or plain not in kind.lower()

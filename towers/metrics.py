@@ -73,9 +73,9 @@ def _tie_to_batch(write, name, context, has_own):
         return  # one for each batch: it runs once
     if not counts or size == 1 and not has_own:
         raise ValueError(
-            "The metric %r of a model function adds %s to %r for each tower's part of a batch, whatever its number of examples: it "
-            "would count towers, not examples. Hand it values of each example (tf.metrics.mean of the losses of all examples, not "
-            "of their mean); or make them the same in all towers by towers.all_reduce."
+            "The metric %r of a model function adds %s to %r for each tower's part of a batch, whatever its number of examples: "
+            "it would count towers, not examples. Hand it values of each example (tf.metrics.mean of the losses of all examples, "
+            "not of their mean); or make them the same in all towers by towers.all_reduce."
             % (name, "a number" if added is None else added, write.inputs[0].op.name))
     number = write.inputs[1]
     with tf.device(write.device), tf.name_scope(context.name_scope + "examples/"):

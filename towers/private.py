@@ -13,8 +13,8 @@ except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
 __all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_differentiable",
-           "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn", "take_in",
-           "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
+           "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn",
+           "take_in", "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
 
 
 def control_flow_now(graph):

@@ -28,8 +28,8 @@ def _joined(tensors, replicas):
     if first.shape.rank != 0:
         return tf.concat(tensors, 0)
     if not first.dtype.is_floating:
-        raise ValueError("The prediction %r is one %s for a whole batch, which can't be told of the towers' parts: return a tensor "
-                         "with a row for each example." % (first.name, first.dtype.name))
+        raise ValueError("The prediction %r is one %s for a whole batch, which can't be told of the towers' parts: return a "
+                         "tensor with a row for each example." % (first.name, first.dtype.name))
     return sum_in_order([_weighted(tensor, tower.weight) for tower, tensor in zip(replicas, tensors)])
 
 

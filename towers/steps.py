@@ -19,8 +19,8 @@ def build_train_op(replicas, asked, train_ops, update_ops, transforms):
     """Builds the steps that the towers asked for, and the op that runs those of them that the model functions' train ops run.
 
     Args:
-      replicas: `Towers`, whose outputs hold, by name, "losses", a list of the loss of each pass; "waits", a list of what each step
-        waits for besides update ops and steps; and "after", a list of what else the train op runs.
+      replicas: `Towers`, whose outputs hold, by name, "losses", a list of the loss of each pass; "waits", a list of what each
+        step waits for besides update ops and steps; and "after", a list of what else the train op runs.
       asked: list over towers of `towers.tower_optimizer.Asked`.
       train_ops: list over towers of what the model functions returned as their train op.
       update_ops: "first", "all", "last" or "none", see `collect_update_ops`. Under "none" those of tower 0 run that its step or
@@ -93,8 +93,8 @@ class _Steps:
                 both = [name for name in self._trained(earlier) if name in trained]
                 if earlier < later and both and earlier not in before:
                     raise ValueError(
-                        "Two steps of a TowerOptimizer, %r and %r, train the variable %r, and nothing says which comes first. Make "
-                        "the second within `with tf.control_dependencies([first]):`, or add up the losses."
+                        "Two steps of a TowerOptimizer, %r and %r, train the variable %r, and nothing says which comes first. "
+                        "Make the second within `with tf.control_dependencies([first]):`, or add up the losses."
                         % (self.first.steps[earlier].done.name, step.done.name, both[0]))
 
     def _trained(self, number):
@@ -132,8 +132,8 @@ class _Steps:
                 gradient = by_name.get(variable.op.name)
                 if _form(stand_in) != _form(gradient):
                     raise ValueError(
-                        "The gradient of %r by the loss %r turns out to be %s, and the model function was told that it is %s. Hand "
-                        "compute_gradients a var_list of what the loss depends on, or use minimize, and transforms= of "
+                        "The gradient of %r by the loss %r turns out to be %s, and the model function was told that it is %s. "
+                        "Hand compute_gradients a var_list of what the loss depends on, or use minimize, and transforms= of "
                         "towers.replicate_model_fn." % (variable.op.name, made.loss.name, _form(gradient), _form(stand_in)))
                 if isinstance(gradient, tf.IndexedSlices):
                     rewire(stand_in.values.op, 0, gradient.values)
@@ -171,8 +171,8 @@ class _Steps:
             taken = [t.op for t in op.inputs if t.op not in made and t.op not in handed_in]
             if takes_own_data(taken, tower.context, stop=handed_in):
                 raise ValueError(
-                    "The optimizer %s is given a learning rate or another argument (%r) that is made of tower 0's own part of the "
-                    "batch: make it of all towers' by towers.all_reduce."
+                    "The optimizer %s is given a learning rate or another argument (%r) that is made of tower 0's own part of "
+                    "the batch: make it of all towers' by towers.all_reduce."
                     % (type(step.optimizer).__name__, next(op.name for op in taken if takes_own_data([op], tower.context))))
 
     def train_op(self):

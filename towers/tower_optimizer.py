@@ -5,6 +5,7 @@ that: an op for the step, and for gradients those of the whole batch, averaged o
 `towers.steps` carries it out, once, by tower 0's account. So what a model function does between `compute_gradients` and
 `apply_gradients`, clipping say, it does to the averaged gradients, and whatever waits for its train op waits for the real one.
 """
+import warnings
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -75,6 +76,7 @@ class Asked:
             raise TypeError("TowerOptimizer takes a loss that is a tensor, not %r." % (loss,))
         if grad_loss is not None:
             raise ValueError("TowerOptimizer takes no grad_loss in a tower: multiply the loss %r by it." % loss.name)
+        _warn_of_own_gradients(optimizer)
         variables = tf.nest.flatten(var_list) if var_list is not None else (
             tf.trainable_variables() + tf.get_collection(tf.GraphKeys.TRAINABLE_RESOURCE_VARIABLES))
         if not variables:
@@ -133,13 +135,15 @@ class TowerOptimizer(tf.train.Optimizer):
       `colocate_gradients_with_ops`) are left to towers.
     - Slots and other variables of the optimizer are made after the model function has returned.
 
-    An optimizer that clips on its own, in its `compute_gradients`, would clip each tower's gradients: wrap the other way round.
-
     Args:
       optimizer_or_optimizer_fn: a `tf.train.Optimizer`, or a function without arguments that makes one when it is needed.
 
     Raises:
       TypeError: if it is neither.
+
+    Warns:
+      UserWarning: in one of several towers, for an optimizer with a `compute_gradients` of its own: one that clips there would
+        clip each tower's gradients. Wrap the other way round, `clip_gradients_by_norm(TowerOptimizer(optimizer), 5.0)`.
 
     Example:
 
@@ -209,8 +213,8 @@ class TowerOptimizer(tf.train.Optimizer):
 
     def _with_variables(self, what):
         if current_tower() is not None:
-            raise ValueError("TowerOptimizer.%s: in a model function the optimizer has no variables yet, since they are made once "
-                             "all towers are built. Ask for them in a hook's `begin`." % what)
+            raise ValueError("TowerOptimizer.%s: in a model function the optimizer has no variables yet, since they are made "
+                             "once all towers are built. Ask for them in a hook's `begin`." % what)
         return self._wrapped()
 
 
@@ -221,6 +225,15 @@ def _asked(what):
         raise RuntimeError("TowerOptimizer.%s is called in a model function that towers.replicate_model_fn did not build, so "
                            "nobody would carry it out: return the loss, and hand the optimizer to towers.minimize." % what)
     return None if tower is None else tower.asked
+
+
+def _warn_of_own_gradients(optimizer):
+    plain = type(optimizer).compute_gradients is tf.train.Optimizer.compute_gradients
+    if plain or "LossScale" in type(optimizer).__name__ or not current_tower().is_first or current_tower().num_towers == 1:
+        return
+    warnings.warn("%s computes gradients in a way of its own, and does so in each tower, before they are averaged. If it clips "
+                  "them, or does anything else to them that is no sum, wrap it the other way round, around the TowerOptimizer."
+                  % type(optimizer).__name__, stacklevel=5)
 
 
 def _stand_ins(loss, variables):
