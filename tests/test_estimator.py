@@ -7,14 +7,10 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.support import cpus, has_tf_layers, run, session, set_variables
+from tests.support import cpus, has_tf_estimator, has_tf_layers, run, session, set_variables
 from towers.gradient_forms import gradient_forms
 
-try:
-    HAS_ESTIMATOR = callable(tf.estimator.Estimator)
-except (AttributeError, ImportError):
-    HAS_ESTIMATOR = False
-needs_estimator = pytest.mark.skipif(not HAS_ESTIMATOR, reason="TensorFlow has no tf.estimator from 2.16 on")
+needs_estimator = pytest.mark.skipif(not has_tf_estimator(), reason="TensorFlow has no tf.estimator from 2.16 on")
 needs_layers = pytest.mark.skipif(not has_tf_layers(), reason="needs tf.layers")
 TRAIN, EVAL, PREDICT = "train", "eval", "infer"
 UPDATE_OPS = tf.GraphKeys.UPDATE_OPS
@@ -756,7 +752,7 @@ def test_train_op_of_slim_is_that_of_the_whole_batch():
 # Without tf.estimator.
 
 def test_without_tf_estimator_there_is_one_clear_error(monkeypatch):
-    if HAS_ESTIMATOR:
+    if has_tf_estimator():
         monkeypatch.setattr(tf.estimator, "Estimator", None)
     with pytest.raises(RuntimeError, match="replicate_model_fn is for tf.estimator, which TensorFlow .* does not have"):
         towers.replicate_model_fn(lambda features, mode: None)
