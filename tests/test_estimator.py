@@ -53,7 +53,7 @@ def clipped(wrap, loss):
 def averaged_and_counted(wrap, loss):
     """An average of the weights after the step, a count beside it, and an optimizer with variables of its own in scopes."""
     with tf.name_scope("optimizer"), tf.variable_scope("of_training"):
-        train_op = wrap(tf.train.AdamOptimizer(0.1)).minimize(loss, tf.train.get_global_step())
+        train_op = wrap(tf.train.AdamOptimizer(0.1, epsilon=0.1)).minimize(loss, tf.train.get_global_step())
     average = tf.train.ExponentialMovingAverage(0.5)
     with tf.control_dependencies([train_op]):
         averages = average.apply(tf.trainable_variables())
@@ -742,7 +742,7 @@ def test_train_op_of_slim_is_that_of_the_whole_batch():
 
     def model_fn(features, labels, mode, wrap=towers.TowerOptimizer):
         loss = loss_of(features, labels)
-        train_op = slim.learning.create_train_op(loss, wrap(tf.train.AdamOptimizer(0.1)), clip_gradient_norm=0.05,
+        train_op = slim.learning.create_train_op(loss, wrap(tf.train.AdamOptimizer(0.1, epsilon=0.1)), clip_gradient_norm=0.05,
                                                  summarize_gradients=True)
         return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 

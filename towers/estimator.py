@@ -132,7 +132,6 @@ class _Call:
         tower.asked = asked
         first_op = len(tf.get_default_graph().get_operations())
         spec = self._spec(features, labels)
-        ops = tf.get_default_graph().get_operations()[first_op:]
         self._specs.append(spec)
         self._asked.append(asked)
         outputs = {}
@@ -148,7 +147,7 @@ class _Call:
             outputs["exports"] = {name: tensors_of_export(output) for name, output in spec.export_outputs.items()}
         if spec.eval_metric_ops:
             outputs["metrics"] = {name: _pair_of_metric(metric) for name, metric in spec.eval_metric_ops.items()}
-            count_all_examples(outputs["metrics"], ops, tower)
+            count_all_examples(outputs["metrics"], tf.get_default_graph().get_operations()[first_op:], tower)
         if self._is_training:
             outputs.update(self._training_of(spec, asked))
         return outputs
@@ -285,8 +284,8 @@ def _pair_of_metric(metric):
     """Returns (value, update) of what stands in `eval_metric_ops`: such a pair, or a Keras metric."""
     if hasattr(metric, "updates") and hasattr(metric, "result"):
         return metric.result(), tf.group(*metric.updates)
-    value, update = metric
-    return value, update
+    # Of a resource variable an update may be the variable itself, to be read after it.
+    return tuple(item if isinstance(item, tf.Operation) else tf.convert_to_tensor(item) for item in metric)
 
 
 def _terms(loss):
