@@ -6,12 +6,13 @@ before it is asked for: the newest TensorFlow has none.
 """
 import copy
 import inspect
+import re
 
 import tensorflow.compat.v1 as tf
 
 from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, enter_tower
-from towers.graph_walk import VARIABLES, op_of
+from towers.graph_walk import VARIABLES, ancestors, op_of, writes_of
 from towers.meetings import Meetings
 from towers.metrics import count_all_examples, merged_metrics
 from towers.own_data import takes_own_data
@@ -24,6 +25,8 @@ from towers.turns import TowerMismatchError
 from towers.update_ops import POLICIES
 
 __all__ = ["replicate_model_fn"]
+
+_APPLY = re.compile("(Resource)?(Sparse)?Apply")  # types of ops that optimizers are made of
 
 
 def replicate_model_fn(model_fn, loss_reduction=tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS, devices=None, update_ops="first",
@@ -149,23 +152,28 @@ class _Call:
             outputs["metrics"] = {name: _pair_of_metric(metric) for name, metric in spec.eval_metric_ops.items()}
             count_all_examples(outputs["metrics"], tf.get_default_graph().get_operations()[first_op:], tower)
         if self._is_training:
-            outputs.update(self._training_of(spec, asked))
+            outputs.update(self._training_of(spec, asked, first_op))
         return outputs
 
-    def _training_of(self, spec, asked):
+    def _training_of(self, spec, asked, first_op):
         """Returns what a tower's train op runs, and the losses that it trains by."""
-        first = self._asked[0]
-        if not asked.steps:
+        first, made = self._asked[0], set(tf.get_default_graph().get_operations()[first_op:])
+        others = sorted(op.name for op in made if _APPLY.match(op.type))
+        if others or not asked.steps:
             raise ValueError("The train op %r of the model function is of no towers.TowerOptimizer: wrap the optimizer, "
                              "towers.TowerOptimizer(optimizer), before its minimize or apply_gradients is called."
-                             % spec.train_op.name)
+                             % (others + [spec.train_op.name])[0])
         if [len(asked.passes), len(asked.steps)] != [len(first.passes), len(first.steps)]:
             raise TowerMismatchError("The model function asks a TowerOptimizer for %d steps in tower %d and for %d in tower 0."
                                      % (len(asked.steps), current_tower().index, len(first.steps)))
         updates = {op_of(update) for update in tf.get_collection(tf.GraphKeys.UPDATE_OPS)}
         left_out = updates | {step.done for step in asked.steps}
-        waits = [[op for op in leaves_of_group(step.waits, left_out) if op not in left_out] for step in asked.steps]
-        after = [op for op in leaves_of_group([spec.train_op], left_out) if op not in left_out]
+        waits, after = [leaves_of_group(step.waits, left_out) for step in asked.steps], leaves_of_group([spec.train_op], left_out)
+        # What writes nothing is not held against the other towers': an assertion's message has the tower's names.
+        writing = {op for ops in waits + [after] for op in ops if writes_of(ancestors([op], within=made, stop=left_out))}
+        asked.quiet_waits = [[op for op in ops if op not in writing and op not in left_out] for ops in waits]
+        asked.quiet_after = [op for op in after if op not in writing and op not in left_out]
+        waits, after = [[op for op in ops if op in writing] for ops in waits], [op for op in after if op in writing]
         changed = [[g for g, _ in step.gradients if g is not None] for step in asked.steps if step.gradients is not None]
         return {"losses": [self._scaled(of_pass.loss) for of_pass in asked.passes], "waits": waits, "after": after,
                 "changed": changed}

@@ -20,7 +20,7 @@ def build_train_op(replicas, asked, train_ops, update_ops, transforms):
 
     Args:
       replicas: `Towers`, whose outputs hold, by name, "losses", a list of the loss of each pass; "waits", a list of what each
-        step waits for besides update ops and steps; and "after", a list of what else the train op runs.
+        step waits for that writes variables, besides update ops; and "after", a list of what else of that kind the train op runs.
       asked: list over towers of `towers.tower_optimizer.Asked`.
       train_ops: list over towers of what the model functions returned as their train op.
       update_ops: "first", "all", "last" or "none", see `collect_update_ops`. Under "none" those of tower 0 run that its step or
@@ -121,7 +121,8 @@ class _Steps:
 
     def _waits(self, number):
         """Returns what of all towers a step waits for, besides update ops and other steps."""
-        return [op for tower in self._replicas for op in tower.outputs["waits"][number]]
+        return [op for tower, asked in zip(self._replicas, self._asked)
+                for op in tower.outputs["waits"][number] + asked.quiet_waits[number]]
 
     def _wire(self, number, grads):
         """Gives the stand-ins of every tower the averaged gradients."""
@@ -179,7 +180,7 @@ class _Steps:
         """Returns the op that runs all that the model functions' train ops run."""
         steps = [self.first.steps[i].done for i in self._runs]
         left = [update for update in self.updates if op_of(update) not in self._waited]
-        after = [op for tower in self._replicas for op in tower.outputs["after"]]
+        after = [op for tower, asked in zip(self._replicas, self._asked) for op in tower.outputs["after"] + asked.quiet_after]
         return tf.group(*(steps + left + after), name="train_op")
 
 

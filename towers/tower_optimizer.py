@@ -65,10 +65,13 @@ class Asked:
     Attributes:
       passes: list of `Pass`.
       steps: list of `Step`.
+      quiet_waits: list over steps of lists of what they wait for that writes no variable, an assertion say.
+      quiet_after: list of such ops that the train op runs besides.
     """
 
     def __init__(self):
         self.passes, self.steps = [], []
+        self.quiet_waits, self.quiet_after = [], []
 
     def add_pass(self, optimizer, loss, var_list, grad_loss, seen):
         """Notes a loss and returns the pass's number; `seen` tells whether the model function gets its gradients."""
