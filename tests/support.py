@@ -14,6 +14,14 @@ def has_tf_layers():
         return False
 
 
+def has_tf_estimator():
+    """Tells whether this TensorFlow has tf.estimator, as those before 2.16 have."""
+    try:
+        return callable(tf.estimator.Estimator)
+    except (AttributeError, ImportError):
+        return False
+
+
 def cpus(count):
     """Returns `count` CPU devices."""
     return ["/cpu:%d" % i for i in range(count)]

@@ -8,9 +8,9 @@ import tensorflow.compat.v1 as tf
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
-from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_recorded, not_recorded,
-                            outer_control_flow, rewire, run_after, runs_onednn, take_in, taken_from_outside, wait_only_for,
-                            waiting_for, within_control_flow)
+from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_differentiable, is_recorded,
+                            not_recorded, outer_control_flow, rewire, run_after, runs_onednn, take_in, taken_from_outside,
+                            wait_only_for, waiting_for, within_control_flow)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
@@ -42,6 +42,16 @@ def test_added_control_inputs_run_first():
         session.run(v.initializer)
         session.run(after)
         assert session.run(v) == 3.0
+
+
+def test_ops_that_gradients_go_through_are_told_from_those_they_do_not():
+    x = tf.constant(1.0)
+    with tf.get_default_graph().gradient_override_map({"Identity": "NoSuchGradient"}):
+        unregistered = tf.identity(x)
+    for op in (tf.sin(x).op, unregistered.op):
+        assert is_differentiable(op)
+    for op in (tf.stop_gradient(x).op, tf.equal(x, x).op):
+        assert not is_differentiable(op)
 
 
 def test_ops_that_wait_for_another_are_known():

@@ -6,6 +6,7 @@ On the line before a block's fence a comment, which Markdown renders as nothing,
     <!-- lane: tf1 -->               TensorFlow 1.15, which has tf.contrib
     <!-- lane: keras2 -->            where tf.keras is Keras 2, so that there is tf.layers too
     <!-- lane: keras2 eager -->      that, in a process of its own with TensorFlow 2's eager execution on
+    <!-- lane: keras2 estimator -->  that, where there is tf.estimator too: up to TensorFlow 2.15
     <!-- lane: tf1, continues -->    goes on from the last block that runs, in its lane
     <!-- not run: needs torch -->    and why not: the block has to be Python all the same
 """
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import pytest
 import tensorflow.compat.v1 as tf
 
-from tests.support import has_tf_layers
+from tests.support import has_tf_estimator, has_tf_layers
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -31,6 +32,7 @@ LANES = {  # word of a marker -> why this lane can't run the block, or None
     "all": None,
     "tf1": None if IS_TF1 else "only TensorFlow 1 has tf.contrib",
     "keras2": None if has_tf_layers() else "tf.keras is Keras 3 here",
+    "estimator": None if has_tf_estimator() else "TensorFlow has no tf.estimator from 2.16 on",
     "eager": "TensorFlow 1 has no synchronized Keras layer" if IS_TF1 else None,
 }
 _FENCE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)

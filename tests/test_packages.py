@@ -19,7 +19,8 @@ ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "t
                     "graph_collections", "functions", "likeness", "twins", "ordering", "written", "state", "replicated",
                     "empty_batches", "keras3", "inner_training", "variable_placement", "builder", "update_ops", "overlap",
                     "packing", "gradients", "transforms", "masking", "accumulation", "loss_scale", "training", "graph_copy",
-                    "loop", "assignment", "testing"],
+                    "loop", "own_data", "gradient_forms", "tower_optimizer", "steps", "metrics", "specs", "estimator",
+                    "assignment", "testing"],
          "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",
                        "kernels.fused_op", "kernels.reference", "kernels.cudnn", "kernels.cudnn_small", "kernels.onednn",
                        "kernels.eigen_tf1", "kernels.eigen", "kernels.eigen_plain", "kernels.__init__", "kernels.choose",
@@ -80,7 +81,7 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast",
-                   "contextlib", "functools", "hashlib", "itertools", "operator",
+                   "contextlib", "copy", "functools", "hashlib", "inspect", "itertools", "operator",
                    "os", "re", "sys", "threading", "typing", "warnings"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 

@@ -43,6 +43,7 @@ class TowerContext:
       shared_updates: list of ops, the updates added with `shared=True` so far. One list for all towers of the build.
       batch: tuple, what the model function is called with.
       spans: list of `Span`, ops that `span` and `may_differ` hold together.
+      asked: `towers.tower_optimizer.Asked`, what optimizers of the model function were asked for; None where nobody does it.
     """
 
     def __init__(self, index, num_towers, device, aggregation_device, training, name_scope, meetings, shared_updates):
@@ -56,6 +57,7 @@ class TowerContext:
         self.shared_updates = shared_updates
         self.batch = ()
         self.spans = []
+        self.asked = None
 
     def __repr__(self):
         return "TowerContext(index=%d, num_towers=%d, device=%r)" % (self.index, self.num_towers, self.device)

@@ -12,9 +12,9 @@ try:
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_recorded",
-           "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn", "take_in",
-           "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
+__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_differentiable",
+           "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn",
+           "take_in", "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
 
 
 def control_flow_now(graph):
@@ -117,6 +117,14 @@ def forward_op_of(op):
 def differentiate_op(op, *d_outputs):
     """Returns the gradients by an op's inputs, from the gradient function that `tf.gradients` would call."""
     return ops.get_gradient_function(op)(op, *d_outputs)
+
+
+def is_differentiable(op):
+    """Tells whether `tf.gradients` goes through an op: False where its type is registered to have no gradient."""
+    try:
+        return ops.get_gradient_function(op) is not None
+    except LookupError:  # of a function, or of an op where tf.gradients will say so itself
+        return True
 
 
 def record_for_tapes(name, outputs, inputs, backward):

@@ -1,0 +1,95 @@
+"""Metrics that a model function updates in each tower, made to count every example of the batch once.
+
+The variables of a metric are shared by all towers, and each tower adds what its own examples come to. Numbers of examples that
+TensorFlow knows while the graph is built look the same in all towers, as though they were to be added once: here they are tied
+to the tower's batch.
+"""
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from towers.graph_walk import ancestors, op_of, writes_of
+from towers.own_data import takes_own_data
+from towers.private import rewire
+
+__all__ = ["count_all_examples", "merged_metrics"]
+
+
+def count_all_examples(metrics, ops, context):
+    """Makes the metrics of one tower add what its own examples come to.
+
+    Args:
+      metrics: dict from names to (value, update).
+      ops: list of the tower's operations.
+      context: the tower's `TowerContext`.
+
+    Raises:
+      ValueError: for a metric that counts a batch as one: the mean of a loss, say, which is a mean over the batch already.
+    """
+    made = set(ops)
+    for name, (_, update) in sorted(metrics.items()):
+        writes = writes_of(ancestors([update], within=made))
+        own = {op for op in writes if takes_own_data([op], context)}
+        if own or all(_is_of_constants(op) for op in writes):
+            for op in sorted(set(writes) - own, key=lambda op: op.name):
+                _tie_to_batch(op, name, context, bool(own))
+
+
+def _added(write):
+    """Returns the number that a write adds to a variable, an array, where it is known while the graph is built; else None."""
+    return _value(write.inputs[1]) if "Add" in write.type and len(write.inputs) > 1 else None
+
+
+def _value(tensor):
+    """Returns what a tensor holds, of what is made of a shape alone; None where that is not known."""
+    known, op = tf.get_static_value(tensor), tensor.op
+    if known is None and op.type in ("Cast", "Identity", "StridedSlice", "Mul", "Prod"):
+        values = [_value(taken) for taken in op.inputs]
+        if any(value is None for value in values):
+            return None
+        if op.type == "StridedSlice":
+            known = values[0][values[1][0]] if op.get_attr("shrink_axis_mask") == 1 and values[0].ndim == 1 else None
+        elif op.type in ("Mul", "Prod"):
+            known = values[0] * values[1] if op.type == "Mul" else np.prod(values[0], tuple(np.ravel(values[1])))
+        else:
+            known = values[0]
+    return known if known is None else np.asarray(known, tensor.dtype.base_dtype.as_numpy_dtype)
+
+
+def _is_of_constants(write):
+    """Tells whether what a write takes besides its variable is made of constants alone."""
+    found = ancestors([tensor for tensor in write.inputs[1:]])
+    return bool(found) and all(op.inputs or op.type == "Const" for op in found)
+
+
+def _tie_to_batch(write, name, context, has_own):
+    """Makes what a tower adds to a metric's variable follow its number of examples, where it counts these.
+
+    `has_own` says whether other variables of the metric take data of the tower.
+    """
+    leaf = next(leaf for leaf in tf.nest.flatten(context.batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0)
+    size, added = tf.dimension_value(leaf.shape[0]) if leaf.shape.rank else None, _added(write)
+    counts = bool(size) and "Add" in write.type and (has_own if added is None else not (added % size).any())
+    if not counts and not has_own and added is not None:
+        return  # one for each batch: it runs once
+    if not counts or size == 1 and not has_own:
+        raise ValueError(
+            "The metric %r of a model function adds %s to %r for each tower's part of a batch, whatever its number of examples: "
+            "it would count towers, not examples. Hand it values of each example (tf.metrics.mean of the losses of all examples, "
+            "not of their mean); or make them the same in all towers by towers.all_reduce."
+            % (name, "a number" if added is None else added, write.inputs[0].op.name))
+    number = write.inputs[1]
+    with tf.device(write.device), tf.name_scope(context.name_scope + "examples/"):
+        counted = tf.cast(tf.raw_ops.Shape(input=leaf)[0], number.dtype)  # tf.shape would be a constant
+        whole = tf.constant(size, number.dtype)
+        rewire(write, 1, number * counted / whole if number.dtype.is_floating else number // whole * counted)
+
+
+def merged_metrics(replicas):
+    """Returns the metrics of all towers, a dict from names to (value, update), of what the towers' outputs hold as "metrics"."""
+    merged = {}
+    for name, (value, _) in replicas[0].outputs["metrics"].items():
+        updates = [tower.outputs["metrics"][name][1] for tower in replicas]
+        with tf.control_dependencies([op_of(update) for update in updates]):
+            last = updates[-1]
+            merged[name] = value, tf.identity(last) if isinstance(last, tf.Tensor) else tf.group(*updates)
+    return merged

@@ -1,0 +1,37 @@
+"""Whether what a tower computed is of its own part of the batch, or the same in all towers."""
+import tensorflow.compat.v1 as tf
+
+from towers.exchanges import stands_at_exchange
+from towers.graph_walk import end_of, op_of
+
+__all__ = ["takes_own_data"]
+
+
+def takes_own_data(items, context, stop=()):
+    """Tells whether tensors or ops of a tower take anything of the tower's own batch.
+
+    What towers exchanged is all of theirs, and scalars of the batch are given to every tower. Only data is followed, not what
+    waits for what.
+
+    Args:
+      items: list of tensors and operations.
+      context: the tower's `TowerContext`.
+      stop: operations that are not passed.
+    """
+    own = {end_of(leaf) for leaf in tf.nest.flatten(context.batch, expand_composites=True)
+           if tf.is_tensor(leaf) and leaf.shape.rank != 0}
+    seen, stack = set(), []
+    for item in items:
+        if end_of(item) in own:
+            return True
+        stack.append(op_of(item))
+    while stack:
+        op = stack.pop()
+        if op in seen or op in stop or op in context.meetings.stand_ins or stands_at_exchange(op):
+            continue
+        seen.add(op)
+        for tensor in op.inputs:
+            if end_of(tensor) in own:
+                return True
+            stack.append(tensor.op)
+    return False

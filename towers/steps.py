@@ -1,0 +1,192 @@
+"""The training steps that model functions asked for by `towers.TowerOptimizer`, built once for all towers.
+
+Every loss is differentiated and averaged over towers before any step of the same train op is applied, unless the model function
+computes it after a step. The op that stands for a step then waits for the real one, in every tower.
+"""
+import tensorflow.compat.v1 as tf
+
+from towers.gradient_forms import DENSE, NONE, SPARSE
+from towers.gradients import average_gradients, compute_gradients
+from towers.graph_walk import ancestors, descendants, op_of
+from towers.own_data import takes_own_data
+from towers.private import rewire, run_after
+from towers.update_ops import collect_update_ops
+
+__all__ = ["build_train_op", "leaves_of_group"]
+
+
+def build_train_op(replicas, asked, train_ops, update_ops, transforms):
+    """Builds the steps that the towers asked for, and the op that runs those of them that the model functions' train ops run.
+
+    Args:
+      replicas: `Towers`, whose outputs hold, by name, "losses", a list of the loss of each pass; "waits", a list of what each
+        step waits for that writes variables, besides update ops; and "after", a list of what else of that kind the train op runs.
+      asked: list over towers of `towers.tower_optimizer.Asked`.
+      train_ops: list over towers of what the model functions returned as their train op.
+      update_ops: "first", "all", "last" or "none", see `collect_update_ops`. Under "none" those of tower 0 run that its step or
+        train op waits for.
+      transforms: functions of a list of averaged (gradient, variable) that return such a list.
+
+    Returns:
+      An operation.
+
+    Raises:
+      ValueError: where gradients are of another form than a model function was told; where two steps of a train op train one
+        variable in no order; where an optimizer's arguments are made of one tower's own data.
+    """
+    build = _Steps(replicas, asked, train_ops, collect_update_ops(replicas, update_ops), transforms)
+    if update_ops == "none":
+        build.updates = build.updates_waited_for(train_ops[0])
+    build.check_order()
+    for number in range(len(build.first.passes)):
+        build.average(number)
+    for number in range(len(build.first.steps)):
+        build.apply(number)
+    return build.train_op()
+
+
+def leaves_of_group(items, steps):
+    """Returns the ops that a train op runs: groups are taken apart, what stands for a step is left whole."""
+    found, stack = [], [op_of(item) for item in reversed(items)]
+    while stack:
+        op = stack.pop()
+        if op.type == "NoOp" and op not in steps:
+            stack.extend(reversed(op.control_inputs))
+        elif op not in found:
+            found.append(op)
+    return found
+
+
+class _Steps:
+    """The passes and steps of one model function, as they are carried out."""
+
+    def __init__(self, replicas, asked, train_ops, updates, transforms):
+        self._replicas, self._asked, self._transforms = replicas, asked, transforms
+        self.first, self.updates, self._waited = asked[0], updates, set()
+        self._averaged = {}  # number of a pass -> list of averaged (gradient, variable)
+        dones = [[of_tower.steps[i].done for of_tower in asked] for i in range(len(self.first.steps))]
+        self._behind = [descendants(of_step) for of_step in dones]  # what runs after a step, by the model functions' account
+        reached = ancestors([op_of(train_ops[0])], within=set(replicas[0].ops) | {op_of(train_ops[0])})
+        self._runs = [i for i, step in enumerate(self.first.steps) if step.done in reached]
+        self._dones = {done for of_step in dones for done in of_step}
+
+    def updates_waited_for(self, train_op):
+        """Returns the update ops of tower 0 that its train op runs or its steps wait for."""
+        own = {op_of(update) for update in self._replicas[0].update_ops}
+        items = [train_op] + [op for step in self.first.steps for op in step.waits]
+        return [op for op in leaves_of_group(items, self._dones) if op in own]
+
+    def _after(self, item):
+        """Returns the numbers of the steps that an op or tensor comes after."""
+        return {i for i, behind in enumerate(self._behind) if op_of(item) in behind}
+
+    def _after_losses(self, number):
+        return {i for tower in self._replicas for i in self._after(tower.outputs["losses"][number])}
+
+    def check_order(self):
+        """Refuses two steps of one train op that train the same variable in no order."""
+        for later in self._runs:
+            step, trained = self.first.steps[later], self._trained(later)
+            before = {i for op in step.waits for i in self._after(op)}
+            before |= {i for number in step.passes for i in self._after_losses(number)}
+            for earlier in self._runs:
+                both = [name for name in self._trained(earlier) if name in trained]
+                if earlier < later and both and earlier not in before:
+                    raise ValueError(
+                        "Two steps of a TowerOptimizer, %r and %r, train the variable %r, and nothing says which comes first. "
+                        "Make the second within `with tf.control_dependencies([first]):`, or add up the losses."
+                        % (self.first.steps[earlier].done.name, step.done.name, both[0]))
+
+    def _trained(self, number):
+        step = self.first.steps[number]
+        variables = [v for _, v in step.gradients] if step.gradients is not None else self.first.passes[step.passes[0]].variables
+        return [v.op.name for v in variables]
+
+    def average(self, number):
+        """Differentiates the loss of a pass in every tower, and averages the gradients."""
+        made = self.first.passes[number]
+        losses = [tower.outputs["losses"][number] for tower in self._replicas]
+        may_wait = self._after_losses(number)
+        steps = [i for i, step in enumerate(self.first.steps) if number in step.passes]
+        waits = [op for i in steps for op in self._waits(i) if self._after(op) <= may_wait]
+        updates = [update for update in self.updates if self._after(update) <= may_wait]
+        self._waited.update(map(op_of, updates))
+        tower_grads = compute_gradients(self._replicas, made.optimizer, made.variables, losses)
+        grads = average_gradients(self._replicas, tower_grads, updates + waits, losses)
+        for transform in self._transforms:
+            grads = transform(grads)
+        self._averaged[number] = grads
+        if made.gradients is not None:
+            self._wire(number, grads)
+
+    def _waits(self, number):
+        """Returns what of all towers a step waits for, besides update ops and other steps."""
+        return [op for tower, asked in zip(self._replicas, self._asked)
+                for op in tower.outputs["waits"][number] + asked.quiet_waits[number]]
+
+    def _wire(self, number, grads):
+        """Gives the stand-ins of every tower the averaged gradients."""
+        by_name = {variable.op.name: gradient for gradient, variable in grads}
+        for asked in self._asked:
+            made = asked.passes[number]
+            for stand_in, variable in zip(made.gradients, made.variables):
+                gradient = by_name.get(variable.op.name)
+                if _form(stand_in) != _form(gradient):
+                    raise ValueError(
+                        "The gradient of %r by the loss %r turns out to be %s, and the model function was told that it is %s. "
+                        "Hand compute_gradients a var_list of what the loss depends on, or use minimize, and transforms= of "
+                        "towers.replicate_model_fn." % (variable.op.name, made.loss.name, _form(gradient), _form(stand_in)))
+                if isinstance(gradient, tf.IndexedSlices):
+                    rewire(stand_in.values.op, 0, gradient.values)
+                    rewire(stand_in.indices.op, 0, tf.cast(gradient.indices, tf.int64))
+                elif gradient is not None:
+                    rewire(stand_in.op, 0, gradient)
+
+    def apply(self, number):
+        """Applies the gradients of a step, and lets what stands for it in the towers wait for that."""
+        step = self.first.steps[number]
+        grads = self._averaged[step.passes[0]] if step.gradients is None else step.gradients
+        waits = [op for gradient, _ in grads for op in _ops_of(gradient)]
+        for other, averaged in self._averaged.items():
+            uses = other in step.passes
+            together = number in self._runs and any(other in self.first.steps[i].passes for i in self._runs)
+            if uses or together and number not in self._after_losses(other):
+                waits += [op for gradient, _ in averaged for op in _ops_of(gradient)]
+        waits += [op for op in self._waits(number) if self._after(op)]
+        waits += [op for op in leaves_of_group(step.waits, self._dones) if op in self._dones]
+        first_op = len(tf.get_default_graph().get_operations())
+        scope = step.variable_scope
+        scope = tf.VariableScope(reuse=scope.reuse, name=scope.name, use_resource=scope.use_resource)
+        with tf.control_dependencies(waits), tf.variable_scope(scope, auxiliary_name_scope=False):
+            with tf.name_scope(step.name_scope or None):
+                applied = step.optimizer.apply_gradients(grads, step.global_step, step.name)
+        self._check_arguments(step, grads, first_op)
+        for asked in self._asked:
+            run_after(asked.steps[number].done, [op_of(applied)])
+
+    def _check_arguments(self, step, grads, first_op):
+        """Refuses an optimizer whose learning rate, say, is made of tower 0's own data."""
+        tower, handed_in = self._replicas[0], {op for gradient, _ in grads for op in _ops_of(gradient)}
+        made = set(tf.get_default_graph().get_operations()[first_op:])
+        for op in made:
+            taken = [t.op for t in op.inputs if t.op not in made and t.op not in handed_in]
+            if takes_own_data(taken, tower.context, stop=handed_in):
+                raise ValueError(
+                    "The optimizer %s is given a learning rate or another argument (%r) that is made of tower 0's own part of "
+                    "the batch: make it of all towers' by towers.all_reduce."
+                    % (type(step.optimizer).__name__, next(op.name for op in taken if takes_own_data([op], tower.context))))
+
+    def train_op(self):
+        """Returns the op that runs all that the model functions' train ops run."""
+        steps = [self.first.steps[i].done for i in self._runs]
+        left = [update for update in self.updates if op_of(update) not in self._waited]
+        after = [op for tower, asked in zip(self._replicas, self._asked) for op in tower.outputs["after"] + asked.quiet_after]
+        return tf.group(*(steps + left + after), name="train_op")
+
+
+def _form(gradient):
+    return NONE if gradient is None else SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
+
+
+def _ops_of(gradient):
+    return [gradient.values.op, gradient.indices.op] if isinstance(gradient, tf.IndexedSlices) else [gradient.op]
