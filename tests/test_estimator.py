@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import cpus, has_tf_estimator, has_tf_layers, run, session, set_variables
-from towers.gradient_forms import gradient_forms
+from towers.estimators.gradient_forms import gradient_forms
 
 needs_estimator = pytest.mark.skipif(not has_tf_estimator(), reason="TensorFlow has no tf.estimator from 2.16 on")
 needs_layers = pytest.mark.skipif(not has_tf_layers(), reason="needs tf.layers")
@@ -515,7 +515,8 @@ def test_arguments_that_are_none_are_refused():
             ("update_ops is one of", ValueError, {"update_ops": "some"}),
             ("convert has to be a function", TypeError, {"convert": 3}),
             ("weight has to be a function", TypeError, {"weight": 3}),
-            ("A transform has to be a function", TypeError, {"transforms": [3]})]:
+            ("A transform has to be a function", TypeError, {"transforms": [3]}),
+            ("towers.accumulate holds back the step itself", ValueError, {"transforms": [towers.accumulate(2)]})]:
         with pytest.raises(error, match=words):
             towers.replicate_model_fn(spec_with(), devices=cpus(2), **kwargs)
     with pytest.raises(TypeError, match="model_fn has to be a function, not 3"):

@@ -15,7 +15,7 @@ from towers.batch import PerTower
 from towers.builder import Tower, TowerBuilder, Towers
 from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
-from towers.estimator import replicate_model_fn
+from towers.estimators import TowerOptimizer, replicate_model_fn
 from towers.exchanges import exchange
 from towers.gradients import average_gradients, compute_gradients
 from towers.loop import repeat
@@ -23,7 +23,6 @@ from towers.loss_scale import scale_loss
 from towers.losses import softmax_cross_entropy
 from towers.masking import mask_gradients
 from towers.placement import find_devices, session_config
-from towers.tower_optimizer import TowerOptimizer
 from towers.training import minimize
 from towers.transforms import check_finite, clip_by_global_norm, clip_by_value
 from towers.turns import TowerMismatchError

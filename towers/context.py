@@ -43,7 +43,8 @@ class TowerContext:
       shared_updates: list of ops, the updates added with `shared=True` so far. One list for all towers of the build.
       batch: tuple, what the model function is called with.
       spans: list of `Span`, ops that `span` and `may_differ` hold together.
-      asked: `towers.tower_optimizer.Asked`, what optimizers of the model function were asked for; None where nobody does it.
+      asked: `towers.estimators.tower_optimizer.Asked`, what optimizers of the model function were asked for; None where nobody
+        carries it out.
     """
 
     def __init__(self, index, num_towers, device, aggregation_device, training, name_scope, meetings, shared_updates):

@@ -2,8 +2,9 @@
 
 Outside of towers it is the optimizer that it wraps. In a tower it only notes what it is asked for, and returns what stands for
 that: an op for the step, and for gradients those of the whole batch, averaged over towers. When all towers are built
-`towers.steps` carries it out, once, by tower 0's account. So what a model function does between `compute_gradients` and
-`apply_gradients`, clipping say, it does to the averaged gradients, and whatever waits for its train op waits for the real one.
+`towers.estimators.steps` carries it out, once, by tower 0's account. So what a model function does between
+`compute_gradients` and `apply_gradients`, clipping say, it does to the averaged gradients, and whatever waits for its train op
+waits for the real one.
 """
 import warnings
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower, outside_of_tower
-from towers.gradient_forms import DENSE, NONE, gradient_forms
-from towers.own_data import takes_own_data
+from towers.estimators.gradient_forms import DENSE, NONE, gradient_forms
+from towers.estimators.own_data import takes_own_data
 from towers.private import control_flow_now
 
 __all__ = ["Asked", "TowerOptimizer"]

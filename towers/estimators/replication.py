@@ -12,15 +12,16 @@ import tensorflow.compat.v1 as tf
 
 from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, enter_tower
+from towers.estimators.metrics import count_all_examples, merged_metrics
+from towers.estimators.own_data import takes_own_data
+from towers.estimators.specs import joined, joined_exports, tensors_of_export
+from towers.estimators.steps import build_train_op, leaves_of_group
+from towers.estimators.tower_optimizer import Asked
 from towers.graph_walk import VARIABLES, ancestors, op_of, writes_of
 from towers.meetings import Meetings
-from towers.metrics import count_all_examples, merged_metrics
-from towers.own_data import takes_own_data
 from towers.placement import HOST, session_config
 from towers.private import control_flow_of
-from towers.specs import joined, joined_exports, tensors_of_export
-from towers.steps import build_train_op, leaves_of_group
-from towers.tower_optimizer import Asked
+from towers.transforms import Transform
 from towers.turns import TowerMismatchError
 from towers.update_ops import POLICIES
 
@@ -55,7 +56,8 @@ def replicate_model_fn(model_fn, loss_reduction=tf.losses.Reduction.SUM_BY_NONZE
       update_ops: which towers' update ops run in a step: "first", "all" or "last", see `towers.collect_update_ops`, whether or
         not the model function makes its train op wait for them. "none" leaves that to the model function: of tower 0's those
         run that the train op waits for.
-      transforms: functions of a list of averaged (gradient, variable) that return such a list, before the model function's own.
+      transforms: functions of a list of averaged (gradient, variable) that return such a list, before the model function's own:
+        `towers.clip_by_global_norm`, `clip_by_value`, `check_finite`, and yours.
       convert: a function of a model function that returns another, `tf_syncbn.convert_model` say, or None.
       weight: a function of a tower's features and labels that returns what its loss is a mean over, where that is not all its
         examples: the number of valid ones. None is the number of examples.
@@ -222,6 +224,10 @@ def _check_estimator():
 
 def _check_arguments(model_fn, loss_reduction, update_ops, transforms, convert, weight):
     """Returns the names of the model function's arguments; raises TypeError or ValueError for arguments that are none."""
+    refused = [transform.name for transform in transforms if isinstance(transform, Transform)]
+    if refused:
+        raise ValueError("replicate_model_fn takes functions of gradients as transforms, and towers.%s holds back the step "
+                         "itself: train by towers.minimize." % refused[0])
     for name, function in [("model_fn", model_fn), ("convert", convert), ("weight", weight)] + [
             ("A transform", transform) for transform in transforms]:
         if not callable(function) and (function is not None or name not in ("convert", "weight")):

@@ -5,10 +5,10 @@ computes it after a step. The op that stands for a step then waits for the real 
 """
 import tensorflow.compat.v1 as tf
 
-from towers.gradient_forms import DENSE, NONE, SPARSE
+from towers.estimators.gradient_forms import DENSE, NONE, SPARSE
+from towers.estimators.own_data import takes_own_data
 from towers.gradients import average_gradients, compute_gradients
 from towers.graph_walk import ancestors, descendants, op_of
-from towers.own_data import takes_own_data
 from towers.private import rewire, run_after
 from towers.update_ops import collect_update_ops
 
@@ -21,7 +21,7 @@ def build_train_op(replicas, asked, train_ops, update_ops, transforms):
     Args:
       replicas: `Towers`, whose outputs hold, by name, "losses", a list of the loss of each pass; "waits", a list of what each
         step waits for that writes variables, besides update ops; and "after", a list of what else of that kind the train op runs.
-      asked: list over towers of `towers.tower_optimizer.Asked`.
+      asked: list over towers of `towers.estimators.tower_optimizer.Asked`.
       train_ops: list over towers of what the model functions returned as their train op.
       update_ops: "first", "all", "last" or "none", see `collect_update_ops`. Under "none" those of tower 0 run that its step or
         train op waits for.

@@ -7,8 +7,8 @@ to the tower's batch.
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.estimators.own_data import takes_own_data
 from towers.graph_walk import ancestors, op_of, writes_of
-from towers.own_data import takes_own_data
 from towers.private import rewire
 
 __all__ = ["count_all_examples", "merged_metrics"]
