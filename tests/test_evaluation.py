@@ -67,6 +67,8 @@ METRICS = {  # of the model function's arguments, and by NumPy
     "per_class": (lambda x, y, p: tf.metrics.mean_per_class_accuracy(y, p, 4), lambda: np.mean(
         [(PREDICTIONS[LABELS == i] == i).mean() for i in range(4)])),
     "misses": (lambda x, y, p: tf.metrics.false_negatives(y > 1, p > 1), lambda: ((LABELS > 1) & (PREDICTIONS <= 1)).sum()),
+    "recall_at_k": (lambda x, y, p: tf.metrics.recall_at_k(y[:, None] % 3, tf.cast(x, tf.float32), 2),
+                    lambda: np.mean((X > X[np.arange(NUM), LABELS % 3][:, None]).sum(1) < 2)),
     "precision": (lambda x, y, p: tf.metrics.precision(y > 1, p > 1), lambda: (LABELS[PREDICTIONS > 1] > 1).mean()),
 }
 
@@ -126,6 +128,17 @@ def test_update_of_a_metric_gives_what_all_towers_came_to(resource):
             with session() as made:
                 got = made.run([tower.outputs["update"] for tower in replicas])
             np.testing.assert_allclose(got, METRICS[name][1](), rtol=1e-5)
+
+
+def test_variables_of_metrics_have_no_tower_in_their_names():
+    with tf.Graph().as_default():
+        METRICS["recall_at_k"][0](tf.constant(X), tf.constant(LABELS), None)
+        expected = [variable.op.name for variable in tf.local_variables()]
+    build(METRICS["recall_at_k"][0], (X, LABELS, PREDICTIONS), 3)
+    assert [variable.op.name for variable in tf.local_variables()] == expected
+    build(METRICS["recall_at_k"][0], (X, LABELS, PREDICTIONS), 3)
+    names = [variable.op.name for variable in tf.local_variables()]
+    assert len(set(names)) == 4 and not [name for name in names if "tower" in name]
 
 
 def classifier(x):

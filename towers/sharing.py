@@ -94,6 +94,8 @@ class VariableSharing:
             return next_creator(**kwargs)
         scope = tf.get_default_graph().get_name_scope()
         relative = outside_of_tower(scope + "/" if scope else "", name_scope)
+        if (kwargs.get("name") or "").endswith("/"):  # a whole name scope, as some of tf.metrics' variables have
+            relative, kwargs = "", dict(kwargs, name=outside_of_tower(kwargs["name"], name_scope).rstrip("/"))
         creation = _Creation(relative, kwargs)
         if tower == 0:
             with tf.name_scope(relative or None):
