@@ -244,3 +244,20 @@ def test_a_hook_saves_the_summaries_of_one_build(tmp_path):
     events = [event for path in tmp_path.glob("events*") for event in tf.train.summary_iterator(str(path))]
     steps = {event.step: [value.tag for value in event.summary.value] for event in events if event.summary.value}
     assert sorted(steps) == [1, 2, 3] and set(map(tuple, steps.values())) == {("average", "block/values")}
+
+
+@pytest.mark.parametrize("resource", [False, True])
+@pytest.mark.parametrize("num_towers", [2, 3])
+def test_towers_of_one_known_size_add_the_same_count_once_each(num_towers, resource):
+    def model(x):
+        with tf.variable_scope("metrics", use_resource=resource):
+            value, update = tf.metrics.mean(x, updates_collections=["updates"])
+        return {"value": value, "update": update}
+
+    x = np.arange(6, dtype=np.float32)
+    replicas = build(model, (x,), num_towers)
+    with session() as made:
+        assert made.run(replicas.merged()["update"]) == x.mean()
+        assert sorted(made.run(tf.get_collection(tf.GraphKeys.METRIC_VARIABLES))) == [6, x.sum()]
+        made.run(tf.get_collection("updates"))
+        assert sorted(made.run(tf.get_collection(tf.GraphKeys.METRIC_VARIABLES))) == [12, 2 * x.sum()]

@@ -337,3 +337,21 @@ def test_towers_train_within_a_loop_around_them():
 
     total = tf.while_loop(lambda i: i < 1e9, body, [0.0], maximum_iterations=2)
     assert run(total) == pytest.approx(2 * 2 * X.mean(0).sum() / 3, rel=1e-4) and variable_.shape == [3]
+
+
+class Clipping(Wrapper):
+    """Clips what it computes."""
+
+    def compute_gradients(self, *args, **kwargs):
+        return [(tf.clip_by_value(gradient, -1, 1), variable) for gradient, variable in
+                self.inner.compute_gradients(*args, **kwargs)]
+
+
+@pytest.mark.parametrize("num_towers", [1, 2])
+def test_an_optimizer_that_changes_the_gradients_of_each_tower_is_named(num_towers, recwarn):
+    def model(x):
+        return tf.reduce_mean(x * tf.get_variable("w", [], tf.float64))
+
+    towers.minimize(build(model, (np.ones(4),), num_towers), Clipping())
+    named = [w for w in recwarn if "Clipping computes gradients in a way of its own, and does so in each tower" in str(w.message)]
+    assert len(named) == num_towers - 1

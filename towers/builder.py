@@ -280,7 +280,8 @@ class _Build:
         if place.elsewhere and not self._has_warned:
             aggregated = self._meetings.aggregated()
             self._has_warned = warn_of_other_devices([op for op in place.elsewhere if op not in aggregated], context)
-        refuse_training(graph.get_operations()[first_op:], added.get(tf.GraphKeys.TRAIN_OP, ()))
+        train_ops = added.get(tf.GraphKeys.TRAIN_OP, ()) if context.asked is None else ()
+        refuse_training(graph.get_operations()[first_op:], train_ops)
         self._meetings.turns.check_complete(index)
         self.added.append(added)
         weight, updates = count(outputs, args, context), added.get(tf.GraphKeys.UPDATE_OPS, [])

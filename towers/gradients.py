@@ -8,6 +8,7 @@ or takes no `grad_loss`, is exact too.
 """
 import functools
 import operator
+import warnings
 
 import tensorflow.compat.v1 as tf
 
@@ -21,6 +22,10 @@ from towers.turns import TowerMismatchError
 from towers.update_ops import chosen_update_ops
 
 __all__ = ["average_gradients", "compute_gradients", "losses_of", "scaled_gradients"]
+
+# TensorFlow's own, which scale losses and gradients back, or hand on to another optimizer.
+_SCALES_OR_HANDS_ON = ("MixedPrecisionLossScaleOptimizer", "LossScaleOptimizer", "MovingAverageOptimizer",
+                       "SyncReplicasOptimizer", "VariableClippingOptimizer", "TowerOptimizer")
 
 
 def compute_gradients(replicas, optimizer, var_list=None, loss=None):
@@ -47,6 +52,10 @@ def compute_gradients(replicas, optimizer, var_list=None, loss=None):
       ValueError: if the towers have no such loss, or no gradient is left in any tower; under another graph than the towers'; if
         towers are uneven and the optimizer differentiates something else than the loss it is handed.
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
+
+    Warns:
+      UserWarning: of an optimizer with a `compute_gradients` of its own, where there are several towers: one that clips there
+        clips each tower's gradients, and not their average.
     """
     return scaled_gradients(replicas, optimizer, var_list, loss)
 
@@ -56,6 +65,8 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     if not isinstance(optimizer, tf.train.Optimizer):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
     check_graph(replicas[0].context.meetings.graph, "compute_gradients")
+    if len(replicas) > 1:
+        _warn_of_own_gradients(optimizer)
     losses = losses_of(replicas, loss)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
@@ -144,6 +155,15 @@ def losses_of(replicas, loss):
             found = tower.outputs[loss] if isinstance(loss, str) else loss(tower)
         losses.append(checked_loss(scalar_loss(found, tower.context.index), tower.weight, tower.outputs, tower.context))
     return losses
+
+
+def _warn_of_own_gradients(optimizer):
+    kind = type(optimizer)
+    if kind.compute_gradients is tf.train.Optimizer.compute_gradients or kind.__name__.startswith(_SCALES_OR_HANDS_ON):
+        return
+    warnings.warn("%s computes gradients in a way of its own, and does so in each tower, before they are averaged. If it clips "
+                  "them, or does anything else to them that is no sum, do that in `transforms` of towers.minimize, or wrap it "
+                  "the other way round, around a TowerOptimizer." % kind.__name__, stacklevel=4)
 
 
 def _with_factors(tower, loss, num_towers, factors):

@@ -92,11 +92,12 @@ class _State:
             raise TowerMismatchError(
                 "The towers write the variable %r another number of times each: %s. Write it alike in every tower, or in tower 0 "
                 "alone." % (_outer(variable).name, ", ".join(str(len(of_tower)) for of_tower in writes)))
-        if self._share(variable, writes):
+        # Sums and counts of examples, by TensorFlow's own definition: whoever runs one tower's update means all examples. Even
+        # towers of a known size add the same number.
+        is_metric = _outer(variable) in self._of_metrics
+        if not is_metric and self._share(variable, writes):
             self._protect(variable, writes[0])
             return
-        # Sums and counts of examples, by TensorFlow's own definition: whoever runs one tower's update means all examples.
-        is_metric = _outer(variable) in self._of_metrics
         if later and (is_metric or any(op in view.needed for view, of_tower in zip(self._views, writes) for op in of_tower)):
             self._run_in_order(variable, writes, is_metric)
             if not is_metric:

@@ -107,7 +107,7 @@ def convert_model(model_fn, only=None):
         added, batch = Added(tf.get_default_graph()), [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)]
         with _noting_recorded() as recorded:
             outputs = model_fn(*args, **kwargs)
-        refuse_training(added.ops(), added.items(tf.GraphKeys.TRAIN_OP))
+        refuse_training(added.ops(), added.items(tf.GraphKeys.TRAIN_OP) if tower.asked is None else ())
         found, scopes, of_variables = _find(added, batch, outputs, only, tower)
         if tower.is_first:
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]

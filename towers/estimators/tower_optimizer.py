@@ -6,7 +6,6 @@ that: an op for the step, and for gradients those of the whole batch, averaged o
 `compute_gradients` and `apply_gradients`, clipping say, it does to the averaged gradients, and whatever waits for its train op
 waits for the real one.
 """
-import warnings
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -80,7 +79,6 @@ class Asked:
             raise TypeError("TowerOptimizer takes a loss that is a tensor, not %r." % (loss,))
         if grad_loss is not None:
             raise ValueError("TowerOptimizer takes no grad_loss in a tower: multiply the loss %r by it." % loss.name)
-        _warn_of_own_gradients(optimizer)
         variables = tf.nest.flatten(var_list) if var_list is not None else (
             tf.trainable_variables() + tf.get_collection(tf.GraphKeys.TRAINABLE_RESOURCE_VARIABLES))
         if not variables:
@@ -229,15 +227,6 @@ def _asked(what):
         raise RuntimeError("TowerOptimizer.%s is called in a model function that towers.replicate_model_fn did not build, so "
                            "nobody would carry it out: return the loss, and hand the optimizer to towers.minimize." % what)
     return None if tower is None else tower.asked
-
-
-def _warn_of_own_gradients(optimizer):
-    plain = type(optimizer).compute_gradients is tf.train.Optimizer.compute_gradients
-    if plain or "LossScale" in type(optimizer).__name__ or not current_tower().is_first or current_tower().num_towers == 1:
-        return
-    warnings.warn("%s computes gradients in a way of its own, and does so in each tower, before they are averaged. If it clips "
-                  "them, or does anything else to them that is no sum, wrap it the other way round, around the TowerOptimizer."
-                  % type(optimizer).__name__, stacklevel=5)
 
 
 def _stand_ins(loss, variables):
