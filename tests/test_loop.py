@@ -1,5 +1,6 @@
 """Many steps in one `session.run` are, to the last bit, so many calls of `session.run`."""
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -137,6 +138,29 @@ def test_training_is_that_of_separate_calls_to_the_bit(num_towers, optimizer):
 @pytest.mark.parametrize("model", [converted, with_control_flow])
 def test_converted_models_and_control_flow_within_the_step_train_as_in_separate_calls(model):
     assert_same(training(model, num_towers=3))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_transforms_that_hold_steps_back_repeat_as_in_separate_calls(optimizer):
+    """A step that overflows, one in two that trains, a part that is frozen; input as a data set, gradients in packs."""
+    def step():
+        global_step, calls = tf.train.get_or_create_global_step(), counter("calls")
+
+        def model(images, labels):
+            with tf.control_dependencies([tf.assign_add(calls, 1)] if towers.current_tower().is_first else []):
+                overflow = tf.where_v2(tf.equal(calls.read_value(), 3), np.float32(1e38), np.float32(1))
+            return synced(images, labels) * overflow
+
+        data = tf.data.Dataset.from_tensor_slices((X, LABELS)).shuffle(50, seed=5).batch(7).repeat()
+        replicas = build(model, data, 2, alike=False)
+        mask = np.arange(36).reshape([3, 3, 1, 4]) % 2 > 0
+        train_op = towers.minimize(replicas, OPTIMIZERS[optimizer](0.1), global_step=global_step, pack=True, transforms=[
+            towers.scale_loss("dynamic"), towers.accumulate(2), towers.mask_gradients({"kernel": mask})])
+        return {"train_op": train_op, "loss": replicas.loss}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # accumulate names the synced layer, and the counter is named
+        assert_same(step, num_steps=9)
 
 
 def test_many_steps_train_as_many_separate_calls():
