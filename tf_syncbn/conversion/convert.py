@@ -189,7 +189,7 @@ def _why_none_is_found(ops, unknown, num_synced):
                 % (", ".join(map(repr, unknown)), _MEND))
     frozen = sum(is_fused(op) and not is_training(op) for op in ops)
     return ("convert_model found no batch norm in training mode in what the model function returned%s%s. Is `training` True "
-            "where the layers are called, and does the loss depend on them?"
+            "where the layers are called, and does the loss depend on them? A model without batch norm needs no convert_model."
             % (", and %d fused ones in inference mode" % frozen if frozen else "",
                ", besides %d of sync_batch_norm, which need no conversion" % num_synced if num_synced else ""))
 
