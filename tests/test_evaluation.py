@@ -261,3 +261,28 @@ def test_towers_of_one_known_size_add_the_same_count_once_each(num_towers, resou
         assert sorted(made.run(tf.get_collection(tf.GraphKeys.METRIC_VARIABLES))) == [6, x.sum()]
         made.run(tf.get_collection("updates"))
         assert sorted(made.run(tf.get_collection(tf.GraphKeys.METRIC_VARIABLES))) == [12, 2 * x.sum()]
+
+
+@pytest.mark.parametrize("size", [6, None])
+def test_a_metric_that_counts_batches_counts_each_once(size):
+    def model(x):
+        count = tf.get_variable("batches", [], tf.float64, tf.zeros_initializer(), trainable=False, collections=[
+            tf.GraphKeys.LOCAL_VARIABLES, tf.GraphKeys.METRIC_VARIABLES])
+        return {"x": x, "update": tf.assign_add(count, 1)}
+
+    replicas = build(model, (tf.placeholder_with_default(np.arange(6.0), [size]),), 3)
+    with session() as made:
+        for _ in range(2):
+            made.run([tower.outputs["update"] for tower in replicas])
+        assert made.run(tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)) == [2.0]
+
+
+@pytest.mark.parametrize("size", [6, None])
+def test_a_mean_of_towers_means_is_divided_by_their_number(size):
+    def model(x):
+        value, update = tf.metrics.mean(tf.reduce_mean(x))
+        return {"value": value, "update": update}
+
+    replicas = build(model, (tf.placeholder_with_default(np.arange(6, dtype=np.float32), [size]),), 3)
+    with session() as made:
+        assert made.run(replicas[0].outputs["update"]) == 2.5

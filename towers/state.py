@@ -94,7 +94,7 @@ class _State:
                 "alone." % (_outer(variable).name, ", ".join(str(len(of_tower)) for of_tower in writes)))
         # Sums and counts of examples, by TensorFlow's own definition: whoever runs one tower's update means all examples. Even
         # towers of a known size add the same number.
-        is_metric = _outer(variable) in self._of_metrics
+        is_metric = _outer(variable) in self._of_metrics and not self._counts_batches(variable)
         if not is_metric and self._share(variable, writes):
             self._protect(variable, writes[0])
             return
@@ -103,6 +103,18 @@ class _State:
             if not is_metric:
                 _warn(variable, writes[-1][0])
         self._protect(variable, [op for of_tower in writes for op in of_tower])
+
+    def _counts_batches(self, variable):
+        """Tells whether the metric that a variable belongs to adds the same in every tower, and no number of examples."""
+        scope = _outer(variable).name.rpartition("/")[0]
+        of_metric = [v for v in self.variables if _outer(v) in self._of_metrics and _outer(v).name.rpartition("/")[0] == scope]
+        writes = [(op, view) for view in self._views for v in of_metric for op in view.writes_to(v)]
+        if any(takes_of_batch(op, view) for op, view in writes):
+            return False
+        sizes = [tf.dimension_value(leaf.shape[0]) for leaf in tf.nest.flatten(self._first.tower.context.batch)
+                 if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
+        added = [tf.get_static_value(op.inputs[1]) for op, _ in writes if len(op.inputs) > 1]
+        return not any(number is not None and size and not (number % size).any() for number in added for size in sizes[:1])
 
     def _share(self, variable, writes):
         """Lets tower 0's writes stand for all if they are the same in all towers; tells whether they are."""
