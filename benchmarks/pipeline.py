@@ -71,3 +71,7 @@ def make_step(name, images, num_towers, batch_size, depth):
         return session.run([replicas.loss, train_op])[0]
 
     return step
+
+
+if __name__ == "__main__":
+    main()
