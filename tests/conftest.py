@@ -27,10 +27,8 @@ else:
         tf.disable_v2_behavior()
 tf.logging.set_verbosity(tf.logging.ERROR)
 
-# What holds no state in variables of towers and builds no control flow, or runs in processes of its own, is tested once.
-collect_ignore = [] if BEHAVIOUR != "graph" else [
-    "test_benchmarks.py", "test_checkpoints.py", "test_contrastive.py", "test_kernel_ops.py", "test_kernels.py", "test_keras3.py",
-    "test_losses.py", "test_moments.py", "test_packages.py", "test_placement.py", "test_slim.py"]
+# What reads files alone, or runs in processes that choose a behaviour themselves, is tested once.
+collect_ignore = ["test_keras3.py", "test_packages.py"] if BEHAVIOUR == "graph" else []
 
 # Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
 hypothesis.settings.register_profile(

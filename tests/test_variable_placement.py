@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.support import cpus, train_by
+from tests.support import cpus, session, train_by
 
 X = np.random.RandomState(2).randn(10, 4)
 SIZES = {"a": [4, 8], "b": [8, 2], "c": [8], "d": [2, 20], "e": []}  # 32, 16, 8, 40 and 1 numbers
@@ -159,3 +159,25 @@ def test_a_variable_that_towers_write_is_not_copied():
 
     towers.TowerBuilder(cpus(2), variable_placement="replicated").build(clips, (X,))
     assert not [op for op in tf.get_default_graph().get_operations() if "/replicated/" in op.name]
+
+
+@pytest.mark.parametrize("placement", ["first", "replicated"])
+def test_towers_within_a_loop_read_variables_anew_in_each_step(placement):
+    def model(x):
+        return tf.reduce_mean(tf.square(tf.reduce_sum(x * w, 1) - 1))
+
+    w = tf.get_variable("w", [4], tf.float64, tf.ones_initializer())
+
+    def body(i):
+        with tf.variable_scope(tf.get_variable_scope(), reuse=True):
+            replicas = towers.TowerBuilder(cpus(3), variable_placement=placement).build(model, (X,))
+            with tf.control_dependencies([towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.125))]):  # exact in float32
+                return i + 1
+
+    steps = tf.while_loop(lambda i: i < 4, body, [0], parallel_iterations=1)
+    expected = np.ones(4)
+    for _ in range(4):
+        expected -= 0.125 * 2 * X.T @ (X @ expected - 1) / len(X)
+    with session() as made:
+        made.run(steps)
+        np.testing.assert_allclose(made.run(w), expected, rtol=1e-10)

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 from towers.placement import HOST
 from towers.rows import is_ragged, is_sparse, num_rows, split_rows
 
-__all__ = ["PerTower", "check_batch", "count_examples", "even_sizes", "split_batch"]
+__all__ = ["PerTower", "check_batch", "count_examples", "even_sizes", "is_dataset", "split_batch"]
 
 
 class PerTower:
@@ -46,10 +46,15 @@ def split_batch(batch, num_towers):
     return [tf.nest.pack_sequence_as(batch, list(leaves_of_tower)) for leaves_of_tower in zip(*parts)]
 
 
+def is_dataset(batch):
+    """Tells whether a batch is a data set of either version of `tf.data`."""
+    return hasattr(batch, "element_spec") and hasattr(batch, "batch")
+
+
 def check_batch(batch):
     """Raises TypeError where a batch has a data set or an iterator in it, not the tensors that these hand out."""
     for leaf in tf.nest.flatten(batch):
-        if hasattr(leaf, "element_spec") and hasattr(leaf, "batch"):  # of both versions of tf.data
+        if is_dataset(leaf):
             raise TypeError("The batch holds a data set, %r: hand it in alone as the batch of all towers, or else the tensors of "
                             "its next batch, tf.compat.v1.data.make_one_shot_iterator(dataset).get_next()." % (leaf,))
         if hasattr(leaf, "get_next"):

@@ -22,10 +22,9 @@ from towers.placement import (HOST, check_device, check_devices, find_devices, i
                               warn_of_absent_devices)
 from towers.private import take_in
 from towers.replicated import read_once
-from towers.shares import checked_loss, count, scalar_loss, shares
+from towers.shares import checked_loss, count, scalar_loss, shares, weighted_sum
 from towers.sharing import VariableSharing
 from towers.state import settle_state
-from towers.sums import sum_in_order
 from towers.turns import TowerMismatchError
 from towers.variable_placement import TowerDevices, placement_of, warn_of_other_devices
 
@@ -80,7 +79,7 @@ class Towers:
         self.loss = None
         if self[0].loss is not None:
             with tf.name_scope("global_loss"), tf.device(aggregation_device):
-                loss = _weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
+                loss = weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
                 self.loss = watched(loss, [update for tower in self for update in tower.update_ops])
 
     def __len__(self):
@@ -124,7 +123,7 @@ class Towers:
             return tf.concat(leaves, 0)
         if not leaves[0].dtype.is_floating:
             leaves = [tf.cast(leaf, tf.float32) for leaf in leaves]
-        return _weighted_sum(leaves, [tower.weight for tower in self])
+        return weighted_sum(leaves, [tower.weight for tower in self])
 
 
 class TowerBuilder:
@@ -333,14 +332,3 @@ def _check_outputs(towers):
                                      % (index, error)) from error
         if (first.loss is None) != (tower.loss is None):
             raise TowerMismatchError("The model function returned a scalar loss in only one of the towers 0 and %d." % index)
-
-
-def _weighted_sum(values, weights):
-    return sum_in_order([_weighted(value, weight) for value, weight in zip(values, weights)])
-
-
-def _weighted(value, weight):
-    if isinstance(weight, float):
-        return value * weight if weight else tf.zeros_like(value)
-    # Not a product alone: the mean loss of an empty tower is NaN, and NaN survives a product with zero.
-    return tf.where_v2(weight > 0, value * tf.cast(weight, value.dtype), tf.zeros_like(value))

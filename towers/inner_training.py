@@ -6,9 +6,14 @@ import tensorflow.compat.v1 as tf
 from towers.graph_walk import ancestors, op_of, written_variable
 from towers.private import forward_op_of
 
-__all__ = ["refuse_training"]
+__all__ = ["applies_gradients", "refuse_training"]
 
 _APPLIES = re.compile("(Resource)?(Sparse)?Apply[A-Z]")  # types of the ops that optimizers end in
+
+
+def applies_gradients(op):
+    """Tells whether an op is one of those that TensorFlow's optimizers end in."""
+    return bool(_APPLIES.match(op.type))
 
 
 def refuse_training(ops, train_ops=()):
@@ -18,7 +23,7 @@ def refuse_training(ops, train_ops=()):
       ops: list of operations that it made.
       train_ops: what it added to `tf.GraphKeys.TRAIN_OP`, where an optimizer leaves its op.
     """
-    applied = next((op for op in ops if _APPLIES.match(op.type)), None) or next(
+    applied = next(filter(applies_gradients, ops), None) or next(
         (op for op in map(op_of, train_ops) if op is not None), None) or _written_by_gradients(ops)
     if applied is not None:
         variable = written_variable(applied)

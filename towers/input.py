@@ -9,7 +9,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.batch import check_batch, split_batch
+from towers.batch import check_batch, is_dataset, split_batch
 from towers.graph_walk import ancestors
 from towers.placement import HOST
 from towers.private import control_flow_now
@@ -26,7 +26,7 @@ _AHEAD = 1  # batches that wait, divided, while a step runs
 
 def is_input(batch):
     """Tells whether a batch is a data set or an iterator of either version of `tf.data`."""
-    return _is_dataset(batch) or hasattr(batch, "get_next")
+    return is_dataset(batch) or hasattr(batch, "get_next")
 
 
 def next_batches(source, num_towers):
@@ -52,7 +52,7 @@ def next_batches(source, num_towers):
       UserWarning: for a data set that hands out single examples.
     """
     with tf.device(HOST):
-        if not _is_dataset(source):
+        if not is_dataset(source):
             with tf.name_scope("batch"):
                 batch = source.get_next()
             _check_elements(batch, source)
@@ -64,10 +64,6 @@ def next_batches(source, num_towers):
             divided = _divide(source, num_towers) if num_towers > 1 else source
             batch = _iterator(divided.prefetch(_AHEAD)).get_next()
             return list(batch) if num_towers > 1 else [batch]
-
-
-def _is_dataset(batch):
-    return hasattr(batch, "element_spec") and hasattr(batch, "batch")
 
 
 def _check_elements(element, source):

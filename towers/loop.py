@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
 from towers.graph_copy import GraphCopy
+from towers.inner_training import applies_gradients
 from towers.placement import HOST
 from towers.private import control_flow_now
 
@@ -180,7 +181,7 @@ def _checked_end(leaf, structure, graph):
 
 def _warn_of_left_out(made, copied):
     copied = set(copied)
-    left_out = [op for op in made if "Apply" in op.type and op not in copied]
+    left_out = [op for op in made if applies_gradients(op) and op not in copied]
     if left_out:
         warnings.warn("step_fn makes %r, which trains, and what it returns does not wait for that, so it never runs. Return the "
                       "train op too." % left_out[0].name, stacklevel=3)

@@ -16,11 +16,14 @@ __all__ = ["read_once"]
 def read_once(towers):
     """Lets each tower that stands elsewhere than a trainable variable read it once a step, into a copy on its device.
 
-    Variables that the towers themselves write are left as they are.
+    Variables that the towers themselves write are left as they are, and so are all within a loop of control flow 1, whose ops
+    take what stands outside of it as TensorFlow says.
 
     Args:
       towers: list of `towers.builder.Tower`, all built and settled.
     """
+    if control_flow_now(tf.get_default_graph()) is not None:
+        return
     made = [set(tower.ops) for tower in towers]
     written = {variable for tower, ops in zip(towers, made) for variables in writes_of(_needed(tower, ops)).values()
                for variable in variables}

@@ -12,7 +12,7 @@ from towers.placement import HOST
 from towers.sums import sum_in_order
 from towers.turns import TowerMismatchError
 
-__all__ = ["checked_loss", "count", "scalar_loss", "shares"]
+__all__ = ["checked_loss", "count", "scalar_loss", "shares", "weighted_sum"]
 
 
 def count(outputs, batch, context):
@@ -65,6 +65,18 @@ def shares(counts, device):
         counts = [tf.cast(number, tf.float64) for number in counts]
         total = sum_in_order(counts)
         return [tf.div_no_nan(number, total) for number in counts], total
+
+
+def weighted_sum(values, weights):
+    """Returns the sum over towers of a tensor's values, each times the tower's share; a tower without one counts nothing."""
+    return sum_in_order([_weighted(value, weight) for value, weight in zip(values, weights)])
+
+
+def _weighted(value, weight):
+    if isinstance(weight, float):
+        return value * weight if weight else tf.zeros_like(value)
+    # Not a product alone: the mean loss of an empty tower is NaN, and NaN survives a product with zero.
+    return tf.where_v2(weight > 0, value * tf.cast(weight, value.dtype), tf.zeros_like(value))
 
 
 def scalar_loss(loss, index):

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["Step", "Transform", "begin", "check_finite", "check_transforms", "clip_by_global_norm", "clip_by_value", "when"]
+__all__ = ["Step", "Transform", "begin", "check_finite", "check_transforms", "clip_by_global_norm", "clip_by_value", "mapped",
+           "when"]
 
 
 class Step(NamedTuple):
@@ -66,13 +67,20 @@ def begin(transforms, step):
     return [factor for factor, _ in begun if factor is not None], finish
 
 
+def mapped(functions, grads):
+    """Returns a list of (gradient, variable) as functions of such lists leave it, one after the other."""
+    for function in functions:
+        grads = _checked(function(grads), function)
+    return grads
+
+
 def _followed(link, rest):
     return lambda grads: link(grads, rest)
 
 
 def _mapped_by(transform):
     def link(grads, rest):
-        return rest(_checked(transform(grads), transform))
+        return rest(mapped([transform], grads))
     return link
 
 

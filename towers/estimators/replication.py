@@ -6,7 +6,6 @@ before it is asked for: the newest TensorFlow has none.
 """
 import copy
 import inspect
-import re
 
 import tensorflow.compat.v1 as tf
 
@@ -18,6 +17,7 @@ from towers.estimators.specs import joined, joined_exports, tensors_of_export
 from towers.estimators.steps import build_train_op, leaves_of_group
 from towers.estimators.tower_optimizer import Asked
 from towers.graph_walk import VARIABLES, ancestors, op_of, writes_of
+from towers.inner_training import applies_gradients
 from towers.meetings import Meetings
 from towers.placement import HOST, session_config
 from towers.private import control_flow_of
@@ -26,8 +26,6 @@ from towers.turns import TowerMismatchError
 from towers.update_ops import POLICIES
 
 __all__ = ["replicate_model_fn"]
-
-_APPLY = re.compile("(Resource)?(Sparse)?Apply")  # types of ops that optimizers are made of
 
 
 def replicate_model_fn(model_fn, loss_reduction=tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS, devices=None, update_ops="first",
@@ -160,7 +158,7 @@ class _Call:
     def _training_of(self, spec, asked, first_op):
         """Returns what a tower's train op runs, and the losses that it trains by."""
         first, made = self._asked[0], set(tf.get_default_graph().get_operations()[first_op:])
-        others = sorted(op.name for op in made if _APPLY.match(op.type))
+        others = sorted(op.name for op in made if applies_gradients(op))
         if others or not asked.steps:
             raise ValueError("The train op %r of the model function is of no towers.TowerOptimizer: wrap the optimizer, "
                              "towers.TowerOptimizer(optimizer), before its minimize or apply_gradients is called."

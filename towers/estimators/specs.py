@@ -2,7 +2,7 @@
 import tensorflow.compat.v1 as tf
 
 from towers.estimators.own_data import takes_own_data
-from towers.sums import sum_in_order
+from towers.shares import weighted_sum
 
 __all__ = ["joined", "joined_exports", "tensors_of_export"]
 
@@ -30,13 +30,7 @@ def _joined(tensors, replicas):
     if not first.dtype.is_floating:
         raise ValueError("The prediction %r is one %s for a whole batch, which can't be told of the towers' parts: return a "
                          "tensor with a row for each example." % (first.name, first.dtype.name))
-    return sum_in_order([_weighted(tensor, tower.weight) for tower, tensor in zip(replicas, tensors)])
-
-
-def _weighted(tensor, weight):
-    if isinstance(weight, float):  # tf.cast would round it to float32
-        return tensor * weight if weight else tf.zeros_like(tensor)
-    return tf.where_v2(weight > 0, tensor * tf.cast(weight, tensor.dtype), tf.zeros_like(tensor))
+    return weighted_sum(tensors, [tower.weight for tower in replicas])
 
 
 def _has_a_row_for_each_example(tensor, context):

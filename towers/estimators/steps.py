@@ -10,6 +10,7 @@ from towers.estimators.own_data import takes_own_data
 from towers.gradients import average_gradients, compute_gradients
 from towers.graph_walk import ancestors, descendants, op_of
 from towers.private import rewire, run_after
+from towers.transforms import mapped
 from towers.update_ops import collect_update_ops
 
 __all__ = ["build_train_op", "leaves_of_group"]
@@ -113,9 +114,7 @@ class _Steps:
         self._waited.update(map(op_of, updates))
         tower_grads = compute_gradients(self._replicas, made.optimizer, made.variables, losses)
         grads = average_gradients(self._replicas, tower_grads, updates + waits, losses)
-        for transform in self._transforms:
-            grads = transform(grads)
-        self._averaged[number] = grads
+        self._averaged[number] = grads = mapped(self._transforms, grads)
         if made.gradients is not None:
             self._wire(number, grads)
 
