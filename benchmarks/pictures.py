@@ -144,8 +144,21 @@ def _repeat(several):
     return figure
 
 
+def _pipeline(several):
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for i, name in enumerate(several[0]["rows"][0]["milliseconds"]):
+        medians, errors = _error_bars([result["rows"][0]["milliseconds"][name] for result in several])
+        axes.bar(np.arange(len(several)) + 0.4 * (i - 0.5), medians, 0.4, yerr=errors, capsize=3, label=name)
+    axes.set_xticks(range(len(several)))
+    axes.set_xticklabels(["%s\nratio %.2f" % (_lane(result), result["rows"][0]["ratio"]["median"]) for result in several])
+    axes.set_ylabel("a step, ms (quartiles)")
+    axes.margins(y=0.15)
+    figure.legend(loc="lower center", ncol=2, fontsize=8)
+    return figure
+
+
 _DRAWN_BY = {"layer": _layer, "train_step": _train_step, "conversion": _train_step, "graph": _graph, "repeat": _repeat,
-             "memory": _memory}
+             "memory": _memory, "pipeline": _pipeline}
 _TITLES = {
     "layer": "sync_batch_norm on %(towers)d CPU towers",
     "train_step": "Training steps of %(network)s, %(batch_of_a_tower)d images a tower,",
@@ -153,4 +166,5 @@ _TITLES = {
     "graph": "Graphs of a training step of %(network)s",
     "repeat": "%(steps)d training steps in one call, batches of %(batch)d,",
     "memory": "%(network)s on 2 towers, %(batch_of_a_tower)d images each,",
+    "pipeline": "Training steps of %(network)s, %(batch)d images, with and without their input",
 }

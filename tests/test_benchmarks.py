@@ -1,12 +1,14 @@
 """The benchmarks' own arithmetic, and that every variant that is timed trains the very same network."""
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import conversion, graph, layer, memory, networks, pipeline, repeat, report, variants
+from benchmarks import conversion, graph, layer, memory, networks, pictures, pipeline, repeat, report, variants
+from benchmarks.__main__ import BENCHMARKS as benchmarks
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
 from benchmarks.unsynced import fused_batch_norm
@@ -81,6 +83,13 @@ def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, caps
     out = capsys.readouterr().out
     assert re.search(r"^\|-+\|", out, re.M) and re.search(r"^\| .* \d\.\d+ \(\d", out, re.M), out
     assert out.endswith("\nwrote %s\n" % path)
+
+
+def test_every_benchmark_has_a_table_and_a_picture():
+    assert set(benchmarks) == set(report._TABLES) == set(pictures._DRAWN_BY) == set(pictures._TITLES)
+    for name in benchmarks:
+        source = (Path(report.__file__).parent / (name + ".py")).read_text()
+        assert source.endswith('if __name__ == "__main__":\n    main()\n'), name  # else the command line does nothing
 
 
 def test_a_pipeline_goes_on_with_the_next_epoch():

@@ -171,7 +171,8 @@ def test_towers_within_a_loop_read_variables_anew_in_each_step(placement):
     def body(i):
         with tf.variable_scope(tf.get_variable_scope(), reuse=True):
             replicas = towers.TowerBuilder(cpus(3), variable_placement=placement).build(model, (X,))
-            with tf.control_dependencies([towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.125))]):  # exact in float32
+            optimizer = tf.train.GradientDescentOptimizer(0.125)  # exact in float32
+            with tf.control_dependencies([towers.minimize(replicas, optimizer)]):
                 return i + 1
 
     steps = tf.while_loop(lambda i: i < 4, body, [0], parallel_iterations=1)
