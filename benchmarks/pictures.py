@@ -137,7 +137,9 @@ def _repeat(several):
         axes.bar(x, medians, 0.8 / (len(several) * len(ways)), yerr=errors, capsize=2, label="%s, %s" % (way, _lane(result)))
     axes.axhline(1, color="0.4", linewidth=1)
     axes.set_xticks(range(len(several[0]["rows"])))
-    axes.set_xticklabels(["%s,\n%d towers" % (row["model"], row["towers"]) for row in several[0]["rows"]], fontsize=8)
+    axes.set_xticklabels([
+        "%s,\n%d tower%s" % (row["model"].replace(", ", ",\n"), row["towers"], "s" * (row["towers"] > 1))
+        for row in several[0]["rows"]], fontsize=8)
     axes.set_ylabel("time of a step in the loop / by the way (quartiles)")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)
@@ -166,5 +168,5 @@ _TITLES = {
     "graph": "Graphs of a training step of %(network)s",
     "repeat": "%(steps)d training steps in one call, batches of %(batch)d,",
     "memory": "%(network)s on 2 towers, %(batch_of_a_tower)d images each,",
-    "pipeline": "Training steps of %(network)s, %(batch)d images, with and without their input",
+    "pipeline": "Training steps of %(network)s, %(batch)d images, with and without their input,",
 }
