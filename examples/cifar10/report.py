@@ -178,7 +178,7 @@ def read_json(path, default):
 
 
 def _replace(path, write):
-    scratch = "%s.%d.tmp" % (path, os.getpid())
+    scratch = path + ".tmp"  # one name: what a killed process left is written over by the next
     try:
         write(scratch)
         os.replace(scratch, path)

@@ -466,6 +466,13 @@ def test_files_are_replaced_whole(tmp_path):
     with pytest.raises(TypeError):
         write_json(str(tmp_path / "a.json"), {"a": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
+    # A process that is killed while it writes leaves something behind, until the file is written again.
+    killed = "import os, signal, sys; from examples.cifar10.report import _replace; _replace(sys.argv[1], lambda scratch: (" \
+        "open(scratch, 'w').close(), os.kill(os.getpid(), signal.SIGKILL)))"
+    assert subprocess.call([sys.executable, "-c", killed, str(tmp_path / "a.json")], cwd=ROOT) < 0
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 2
+    write_json(str(tmp_path / "a.json"), {"a": 2})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 1
     history = [{"epoch": 1, "train_loss": 2.0, "train_accuracy": 0.2, "test_accuracy": 0.1}]
     draw_curve(history, "title", str(tmp_path / "curve.png"))
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
