@@ -10,11 +10,12 @@ from towers.context import span
 from towers.cross_tower import cross_tower_sum_at
 from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
 from towers.gradient_hook import with_gradient
+from towers.meetings import Across
 from towers.private import runs_onednn
 from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
-from tf_syncbn.kernels.moments import merge_groups, split
+from tf_syncbn.kernels.moments import merge_groups, merge_merged, split
 from tf_syncbn.kernels.rows import along, known_count
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
@@ -105,7 +106,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
 
 def _span(tower, *inputs):
     """Holds a layer together: kernels follow the size of its input, so towers of other sizes may compute it otherwise."""
-    return span(None if tower is None else ("sync_batch_norm", tower.meetings.turns.next_of(tower.index)), *inputs)
+    return span(None if tower is None else ("sync_batch_norm", tower.meetings.turns.next_of(tower.local_index)), *inputs)
 
 
 def moments_over_towers(x, axis, tower):
@@ -163,8 +164,12 @@ def _meet(packed, known, aggregate, results, tower, arguments):
     if tower is None:
         return (None, *aggregate([[packed, known]])[0])
     with tf.name_scope("exchange"):
-        place = next_place("sync_batch_norm", [packed], [tf.TensorShape([None])], dict(arguments, channels=packed.shape[0] // 3))
-        return (place, *meet_at(place, [packed], aggregate, results, [known]))
+        across, shape = Across(lambda left: _whole(left)[0][0], lambda merged: [call(merge_merged, merged)]), tf.TensorShape([None])
+        if aggregate is not _whole and tower.meetings.peers is not None:  # groups may lie in several workers: all of it crosses
+            packed, known = packed if known is None else tf.concat([tf.constant([known], packed.dtype), packed], 0), None
+            across, shape = None, packed.shape
+        place = next_place("sync_batch_norm", [packed], [shape], dict(arguments, channels=packed.shape[0] // 3))
+        return (place, *meet_at(place, [packed], aggregate, results, [known], across))
 
 
 def _with_gradient(place, how, value, moments, x, optional):

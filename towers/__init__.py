@@ -10,6 +10,7 @@ except ImportError as error:
     raise ImportError("towers needs TensorFlow, 1.15 or 2.x, and it can't be imported here: install the build that fits "
                       "your machine, such as `pip install tensorflow`.") from error
 
+from towers import workers
 from towers.accumulation import accumulate
 from towers.batch import PerTower
 from towers.builder import Tower, TowerBuilder, Towers
@@ -58,4 +59,5 @@ __all__ = [
     "scale_loss",
     "session_config",
     "softmax_cross_entropy",
+    "workers",
 ]

@@ -72,7 +72,7 @@ class Towers:
     """
 
     def __init__(self, towers, aggregation_device, weight=None, summaries=()):
-        self._towers, self.summaries = tuple(towers), list(summaries)
+        self._towers, self.summaries, self.peers = tuple(towers), list(summaries), towers[0].context.meetings.peers
         self.aggregation_device = aggregation_device
         self.weight = weight
         self._merged = None
@@ -80,7 +80,8 @@ class Towers:
         if self[0].loss is not None:
             with tf.name_scope("global_loss"), tf.device(aggregation_device):
                 loss = weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
-                self.loss = watched(loss, [update for tower in self for update in tower.update_ops])
+                loss = loss if self.peers is None else self.peers.sum(loss, "loss")
+                self.loss = watched(loss, [update for tower in self for update in tower.update_ops], self.peers is not None)
 
     def __len__(self):
         return len(self._towers)
@@ -123,7 +124,10 @@ class Towers:
             return tf.concat(leaves, 0)
         if not leaves[0].dtype.is_floating:
             leaves = [tf.cast(leaf, tf.float32) for leaf in leaves]
-        return weighted_sum(leaves, [tower.weight for tower in self])
+        weights = [tower.weight for tower in self]
+        if self.peers is not None:  # shares of all workers' batch, of which these outputs are a part
+            weights, _ = shares(weights, self.aggregation_device)
+        return weighted_sum(leaves, weights)
 
 
 class TowerBuilder:
@@ -141,6 +145,8 @@ class TowerBuilder:
         - A function of a variable's op that returns a device's name.
       num_towers: int, so many towers are put on the devices in turn; None is one on each. On however many devices the same
         towers train to the same bits.
+      workers: from `towers.workers.connect`, where several processes train together. The towers are then part of one ring with
+        those of the other workers, which have to build the same; see `towers.workers`. None is this process alone.
 
     Attributes:
       devices: list of str, each tower's device.
@@ -164,12 +170,13 @@ class TowerBuilder:
         train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
     """
 
-    def __init__(self, devices=None, aggregation_device=None, variable_placement="host", num_towers=None):
+    def __init__(self, devices=None, aggregation_device=None, variable_placement="host", num_towers=None, workers=None):
         self.devices = in_turn(find_devices() if devices is None else check_devices(devices), num_towers)
         self.aggregation_device = check_device(aggregation_device or self.devices[0])
         self.place_variable = placement_of(variable_placement, self.devices)
         self._is_replicated = variable_placement == "replicated"
         warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
+        self.workers = check_workers(workers)
 
     def build(self, model_fn, batch, training=True, alike=True):
         """Builds one tower for each device.
@@ -222,7 +229,9 @@ class TowerBuilder:
         with build.collections.restored_if_it_fails():
             towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
             _check_outputs(towers)
-            weights, total = shares([tower.weight for tower in towers], self.aggregation_device)
+            weights, total = shares([tower.weight for tower in towers], self.aggregation_device, build.peers)
+            if build.peers is not None:
+                build.peers.check_alike("exchanges", build.described_exchanges())
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)
@@ -250,12 +259,17 @@ class _Build:
 
     def __init__(self, builder, training):
         self._builder, self._training = builder, training
-        self._meetings = Meetings(builder.devices, builder.aggregation_device)
+        self.peers = None if builder.workers is None else builder.workers.peers(len(builder.devices))
+        self._meetings = Meetings(builder.devices, builder.aggregation_device, self.peers)
         self.collections, self._shared_updates = TowerCollections(), []
         self._sharing = VariableSharing(self.collections.reveal)
         self.arguments = []  # what each tower's model function was called with
         self.added = []  # what each tower added to the graph's collections, by key
         self._has_warned = False
+
+    def described_exchanges(self):
+        """Returns a str for each exchange, alike in workers that build the same."""
+        return self._meetings.turns.described()
 
     def contributions(self):
         """Returns what towers left where they met, a list over meetings of lists over towers."""
@@ -266,8 +280,9 @@ class _Build:
         """Builds one tower and returns it, with the number of its examples where its weight belongs."""
         graph, devices = tf.get_default_graph(), self._builder.devices
         with tf.name_scope("tower_%d" % index) as name_scope:
-            context = TowerContext(index, len(devices), devices[index], self._builder.aggregation_device, self._training,
-                                   name_scope, self._meetings, self._shared_updates)
+            first, num_towers = (0, len(devices)) if self.peers is None else (self.peers.first, self.peers.num_towers)
+            context = TowerContext(first + index, num_towers, devices[index], self._builder.aggregation_device, self._training,
+                                   name_scope, self._meetings, self._shared_updates, index)
             args = context.batch = _arguments(batch, context)
             self.arguments.append(args)
             first_op = len(graph.get_operations())
@@ -287,6 +302,13 @@ class _Build:
         loss, ops = _loss_of(outputs, index), graph.get_operations()[first_op:]
         loss = None if loss is None else checked_loss(loss, weight, outputs, context)
         return Tower(context, outputs, loss, weight, updates, ops)
+
+
+def check_workers(workers):
+    """Returns `workers` where there is more than one, else None; a TypeError if it is nothing that `connect` returned."""
+    if workers is not None and not hasattr(workers, "tell_all"):
+        raise TypeError("workers has to be what towers.workers.connect() returned, not %r." % (workers,))
+    return workers if workers is not None and workers.size > 1 else None
 
 
 def _check_call(model_fn):

@@ -33,8 +33,9 @@ class TowerContext:
     """The tower being built, as a model function and its layers see it.
 
     Attributes:
-      index: int, 0 for the first tower.
-      num_towers: int, how many towers are built together.
+      index: int, 0 for the first tower; of several workers' towers, 0 for the first one's first.
+      num_towers: int, how many towers train together, those of all workers.
+      local_index: int, the tower's number among those of this process.
       device: str, the device of the tower's ops.
       aggregation_device: str, the device on which towers meet.
       training: bool or scalar bool tensor, the builder's `training`.
@@ -47,8 +48,10 @@ class TowerContext:
         carries it out.
     """
 
-    def __init__(self, index, num_towers, device, aggregation_device, training, name_scope, meetings, shared_updates):
+    def __init__(self, index, num_towers, device, aggregation_device, training, name_scope, meetings, shared_updates,
+                 local_index=None):
         self.index = index
+        self.local_index = index if local_index is None else local_index
         self.num_towers = num_towers
         self.device = device
         self.aggregation_device = aggregation_device
@@ -65,8 +68,8 @@ class TowerContext:
 
     @property
     def is_first(self):
-        """True in tower 0, which makes what is needed once a step: variables, summaries, shared updates."""
-        return self.index == 0
+        """True in the first tower of a process, which makes what is needed once a step: variables, summaries, shared updates."""
+        return self.local_index == 0
 
     def relative(self, name):
         """Returns the name of an op or scope without the tower's."""

@@ -6,6 +6,7 @@ one, to any order of derivative. `tf.gradients` of one tower's loss never walks 
 import tensorflow.compat.v1 as tf
 
 from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient, tower_here
+from towers.meetings import Across
 from towers.sums import sum_in_order
 
 __all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
@@ -106,7 +107,8 @@ def cross_tower_sum_at(place, tensor, group_size=None):
         groups = [per_tower[i:i + size] for i in range(0, len(per_tower), size)]
         return [[total] for group in groups for total in [sum_in_order([part for part, in group])] * size]
 
-    total, = meet_at(place, [tensor], add, [(tensor.dtype, tensor.shape)])
+    across = None if group_size else Across(lambda left: add(left)[0][0])
+    total, = meet_at(place, [tensor], add, [(tensor.dtype, tensor.shape)], across=across)
     return pass_with_gradient("TowersSum", [total, tensor], place, group_size)[0]
 
 

@@ -76,7 +76,7 @@ def next_place(kind, contributions, shapes=None, arguments=None):
     tower = current_tower()
     name = tower.relative(tf.get_default_graph().get_name_scope() + "/")
     given = {key: _comparable(value, tower) for key, value in (arguments or {}).items()}
-    return tower.meetings.forward_place(tower.index, name.rstrip("/"), kind, [c.dtype.base_dtype for c in contributions],
+    return tower.meetings.forward_place(tower.local_index, name.rstrip("/"), kind, [c.dtype.base_dtype for c in contributions],
                                         shapes or [c.shape for c in contributions], given)
 
 
@@ -88,13 +88,17 @@ def _comparable(value, tower):
     return list(value) if isinstance(value, tuple) else value
 
 
-def meet_at(place, contributions, aggregate, results, known=()):
+def meet_at(place, contributions, aggregate, results, known=(), across=None):
     """Leaves contributions at a place, as `exchange` does, and returns the stand-ins of its results.
 
-    `known` is a list of Python values, which the aggregate gets behind the tower's contributions.
+    Args:
+      place: from `next_place` or `gradient_place`.
+      contributions, aggregate, results: as for `exchange`.
+      known: list of Python values, which the aggregate gets behind the tower's contributions.
+      across: `towers.meetings.Across`, what of several workers' towers crosses between the workers; None is all contributions.
     """
     name = place.meetings.name_of(place) + ("/gradient" * (len(place.key) - 1))
-    return place.meetings.meet(place, contributions, aggregate, results, name, known)
+    return place.meetings.meet(place, contributions, aggregate, results, name, known, across)
 
 
 def pass_with_gradient(gradient, tensors, place, detail=None, name=None):

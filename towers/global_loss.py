@@ -15,7 +15,7 @@ from towers.graph_walk import ancestors
 __all__ = ["watched"]
 
 
-def watched(loss, update_ops):
+def watched(loss, update_ops, of_workers=False):
     """Returns `loss` as a tensor whose gradient warns, once, where nothing waits for the update ops of the towers.
 
     The gradient passes in silence if it is taken under control dependencies on update ops, if `average_gradients` or anything
@@ -24,23 +24,29 @@ def watched(loss, update_ops):
     Args:
       loss: scalar tensor.
       update_ops: list of all towers' operations and tensors; where it is empty `loss` itself is returned.
+      of_workers: whether it is the loss of several workers, whose gradient here would be that of one worker's towers: to take it
+        is a ValueError.
     """
-    if not update_ops:
+    if not update_ops and not of_workers:
         return loss
-    watch = _Watch(update_ops, len(tf.get_default_graph().get_operations()))
+    watch = _Watch(update_ops, len(tf.get_default_graph().get_operations()), of_workers)
     return with_gradient("TowersGlobalLoss", lambda: [tf.identity(loss, name="loss")], "Identity", watch)[0]
 
 
 class _Watch:
     """The update ops that something has to wait for, and how many ops the graph held when the towers were built."""
 
-    def __init__(self, update_ops, num_ops):
+    def __init__(self, update_ops, num_ops, of_workers):
         self.ops, self.num_ops = [getattr(update, "op", update) for update in update_ops], num_ops
+        self.of_workers = of_workers
 
 
 @tf.RegisterGradient("TowersGlobalLoss")
 def _global_loss_gradient(op, dy):
     watch = detail_of(op)
+    if watch is not None and watch.of_workers:
+        raise ValueError("The gradient of replicas.loss (%r) is taken, and with several workers it is that of this worker's towers "
+                         "alone. Use towers.minimize(replicas, optimizer), which averages over workers too." % op.name)
     # In an imported graph nothing is known of update ops.
     if watch is not None and watch.ops and tf.get_default_graph() is op.graph and not _is_waited_for(watch, op):
         warnings.warn("The gradient of replicas.loss (%r) is taken and nothing waits for the update ops of its towers, %r among "

@@ -77,7 +77,7 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     with meetings.gradient_pass() as left:
         for tower, of_tower in zip(replicas, losses):
             with tf.device(tower.context.device), tf.name_scope(tower.name_scope):
-                of_tower = _with_factors(tower, of_tower, len(replicas), factors)
+                of_tower = _with_factors(tower, of_tower, tower.context.num_towers, factors)
                 tower_grads.append(_tower_gradients(tower, *of_tower, optimizer, var_list, gate))
     if meet:
         fill_meetings(left, tf.get_default_graph().get_operations()[first_op:])
@@ -118,16 +118,19 @@ def average_gradients(replicas, tower_grads, update_ops="first", loss=None, pack
     # A loss may read a variable last of all. Without the wait it was seen to read what this very step had updated.
     is_known = loss is not None or replicas[0].loss is not None
     waits = chosen_update_ops(replicas, update_ops) + (losses_of(replicas, loss) if is_known else [])
+    num_towers, peers = replicas[0].context.num_towers, replicas.peers
     with tf.name_scope("average_gradients"), tf.device(replicas.aggregation_device), tf.control_dependencies(waits):
         axis = tf.constant(0, name="axis") if len(tower_grads) > 2 else 0
         columns = [[gradient for gradient, _ in pairs] for pairs in zip(*tower_grads)]
-        packed = averaged_in_packs(columns, [tower.context.device for tower in replicas], lambda gradients: _mean(
-            gradients, len(tower_grads), axis)) if pack else {}
+        average = functools.partial(_mean, num_towers=num_towers, axis=axis) if peers is None else _sum
+        packed = averaged_in_packs(columns, [tower.context.device for tower in replicas], average) if pack else {}
         for number, (gradients, (_, variable)) in enumerate(zip(columns, tower_grads[0])):
             gradients = [gradient for gradient in gradients if gradient is not None]
             if gradients:
-                averaged.append(packed[number] if number in packed else _mean(gradients, len(tower_grads), axis))
+                averaged.append(packed[number] if number in packed else average(gradients))
                 variables.append(variable)
+        if peers is not None:
+            averaged = peers.average(averaged, variables)
         if not averaged:
             raise ValueError("There is no gradient to average: it is None for every variable in every tower.")
         # TensorFlow 1.15 was seen to apply some variables' updates while others' gradients still read them.
@@ -218,6 +221,14 @@ def _mean(gradients, num_towers, axis):
     if len(gradients) == num_towers:
         return mean_in_order(gradients, axis)
     return sum_in_order(gradients) * (1.0 / num_towers)
+
+
+def _sum(gradients):
+    """Adds up the gradients of this worker's towers; `towers.workers.peers.Peers.average` divides by the number of all."""
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        return tf.IndexedSlices(tf.concat([g.values for g in gradients], 0), tf.concat([g.indices for g in gradients], 0),
+                                gradients[0].dense_shape)
+    return tf.identity(sum_in_order([tf.convert_to_tensor(gradient) for gradient in gradients]))
 
 
 def _check_variables(tower_grads, num_towers):

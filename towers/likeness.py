@@ -51,7 +51,7 @@ def check_alike(towers, batches, contributions):
     for tower, view in zip(towers[1:], views[1:]):
         comparison = _Comparison(views[0], view, positions, functions, nodes)
         comparison.compare([(towers[0].outputs, tower.outputs), *_paired_updates(towers[0], tower)]
-                           + [(left[0], left[tower.context.index]) for left in contributions])
+                           + [(left[0], left[tower.context.local_index]) for left in contributions])
         if comparison.differences:
             raise TowerMismatchError("%s %s" % (min(comparison.differences).sentence, _MEND))
 
@@ -67,7 +67,7 @@ class _View:
     """A tower as it is compared: where its ops lie in the graph, and which tensors are its batch."""
 
     def __init__(self, tower, batch, positions):
-        self.index = tower.context.index
+        self.index = tower.context.local_index
         self.start = positions[tower.ops[0]] if tower.ops else len(positions)
         self.spans = {}  # position in the graph -> the outermost span that holds it
         for span in sorted(tower.context.spans, key=lambda span: (span.first, -span.last)):

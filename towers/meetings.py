@@ -8,15 +8,15 @@ Gradients do not pass a stand-in: it takes the aggregate's bits as integers, so 
 not even walk through the other towers' ops behind it.
 """
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower, differentiate
 from towers.private import control_flow_now, rewire, within_control_flow
-from towers.turns import ALIKE, Exchange, TowerMismatchError, Turns
+from towers.turns import ALIKE, Exchange, TowerMismatchError, Turns, without_numbers
 
-__all__ = ["Meetings", "Place"]
+__all__ = ["Across", "Meetings", "Place"]
 
 
 class Place(NamedTuple):
@@ -26,16 +26,30 @@ class Place(NamedTuple):
     key: tuple
 
 
+class Across(NamedTuple):
+    """How an exchange whose towers all get the same meets in two steps, within each worker and then once for each worker.
+
+    Fields:
+      part: a function of a list over this worker's towers of lists of contributions, that returns the tensor that crosses, of a
+        shape that is the same in every worker.
+      whole: a function of these parts, stacked over workers, that returns the list of tensors that each tower gets; None where that
+        is their sum.
+    """
+    part: Any
+    whole: Any = None
+
+
 class Meetings:
     """All exchanges of the towers of one build, forward and backward.
 
     Args:
       devices: list of str, the towers' devices.
       aggregation_device: str, where aggregates are computed.
+      peers: `towers.workers.peers.Peers`, the other workers whose towers meet these; None where there are none.
     """
 
-    def __init__(self, devices, aggregation_device):
-        self.graph = tf.get_default_graph()
+    def __init__(self, devices, aggregation_device, peers=None):
+        self.graph, self.peers = tf.get_default_graph(), peers
         self.num_towers = len(devices)
         self.aggregation_device = aggregation_device
         self._control_flow = control_flow_now(self.graph)
@@ -105,7 +119,7 @@ class Meetings:
         """Returns what tells apart the gradient calls of model functions, of passes over all towers, and all others."""
         return self._gradient_label or ("model" if current_tower() is not None else "call")
 
-    def meet(self, place, contributions, aggregate, results, name, known=()):
+    def meet(self, place, contributions, aggregate, results, name, known=(), across=None):
         """Takes a tower's contributions and returns its stand-ins; see `meet_at`."""
         graph = tf.get_default_graph()  # a body of control flow 2 is a graph of its own
         flow = graph, control_flow_now(graph)
@@ -127,16 +141,19 @@ class Meetings:
         arrivals[place.tower] = stand_ins, list(contributions) + list(known)
         self.contributions.setdefault(place.key, {})[place.tower] = list(contributions)
         if len(arrivals) == self.num_towers:
-            self._wire(place.key, name, aggregate)
+            self._wire(place.key, name, aggregate, across)
         return stand_ins
 
-    def _wire(self, key, name, aggregate):
+    def _wire(self, key, name, aggregate, across):
         arrivals = self._arrivals.pop(key)
         order, first = range(self.num_towers), self.graph.version
         # A gradient function runs colocated with its forward op, which would win over the device.
         with tf.get_default_graph().colocate_with(None, ignore_existing=True), tf.device(self.aggregation_device):
             with tf.name_scope(None), tf.name_scope("cross_tower/" + name):
-                per_tower = [list(map(tf.convert_to_tensor, results)) for results in aggregate([arrivals[i][1] for i in order])]
+                left = [arrivals[i][1] for i in order]
+                found = aggregate(left) if self.peers is None else self.peers.meet(
+                    self._purpose(key, name), left, aggregate, across, self.turns[key[0]].shapes if len(key) == 1 else None)
+                per_tower = [list(map(tf.convert_to_tensor, results)) for results in found]
                 distinct = {result.name: result for results in per_tower for result in results}
                 bits = {result_name: _to_bits(result) for result_name, result in distinct.items()}
         self._aggregated.append((first, self.graph.version))
@@ -146,6 +163,12 @@ class Meetings:
                     raise TypeError("The aggregate of %r returned %r of %s where its result is to be of %s."
                                     % (name, result.name, result.dtype.base_dtype.name, stand_in.dtype.name))
                 rewire(stand_in.op, 0, bits[result.name])
+
+
+    def _purpose(self, key, name):
+        """Returns what a meeting is known by in every worker, a tuple of str and int."""
+        passes = [part for label in key[1:] for part in label]
+        return (self.turns[key[0]].kind, key[0], without_numbers(name), *passes)
 
 
 # Not int32, which TensorFlow keeps in the host's memory where a GPU computes.

@@ -37,33 +37,38 @@ def count(outputs, batch, context):
         return count_examples(batch, context)
 
 
-def shares(counts, device):
+def shares(counts, device, peers=None):
     """Returns each tower's share of the sum of `counts`, and that sum.
 
     Args:
       counts: list over towers of what `count` returns.
       device: str, the device of the arithmetic.
+      peers: `towers.workers.peers.Peers`, other workers whose towers share with these; None where there are none.
 
     Returns:
-      - A list of floats where all counts are ints, else of float64 scalar tensors.
+      - A list of floats where all towers' counts are ints, else of float64 scalar tensors.
       - An int, or a float64 scalar tensor; None where all counts are.
 
     Raises:
       TowerMismatchError: if some counts are None and others are not.
       ValueError: if they sum to 0.
     """
-    if all(number is None for number in counts):
-        return [1.0 / len(counts)] * len(counts), None
-    if any(number is None for number in counts):
+    everyone = counts if peers is None else peers.tell(
+        [number if number is None or isinstance(number, int) else "known when it is run" for number in counts])
+    if all(number is None for number in everyone):
+        return [1.0 / len(everyone)] * len(counts), None
+    if any(number is None for number in everyone):
         raise TowerMismatchError("Some towers' batches hold a tensor of rank 1 or more and others' do not, so their "
                                  "shares of the global batch are unknown: return a \"weight\" from the model function.")
-    if all(isinstance(number, int) for number in counts):
-        if not sum(counts):
+    if all(isinstance(number, int) for number in everyone):
+        if not sum(everyone):
             raise ValueError("The batches of all towers are empty.")
-        return [number / sum(counts) for number in counts], sum(counts)
+        return [number / sum(everyone) for number in counts], sum(everyone)
     with tf.name_scope("weights"), tf.device(device):
         counts = [tf.cast(number, tf.float64) for number in counts]
         total = sum_in_order(counts)
+        if peers is not None:
+            total = peers.sum(total, "weights")
         return [tf.div_no_nan(number, total) for number in counts], total
 
 

@@ -17,7 +17,7 @@ from towers.ordering import READS, copy_before_writes, read_after, read_written,
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
-from towers.written import View, own_leaves, takes_of_batch
+from towers.written import View, all_leaves, draws, own_leaves, takes_of_batch
 
 __all__ = ["settle_state"]
 
@@ -48,8 +48,12 @@ def settle_state(towers, batches, collections):
     if not any(writes):
         return towers
     aggregated = towers[0].context.meetings.aggregated()
-    views = [View(*each, aggregated) for each in zip(towers, own_leaves(batches), collections, writes)]
+    peers = towers[0].context.meetings.peers
+    leaves = own_leaves(batches) if peers is None else all_leaves(batches)
+    views = [View(*each, aggregated) for each in zip(towers, leaves, collections, writes)]
     state = _State(views)
+    if peers is not None:
+        state.refuse_writes_of_own_data()
     for variable in state.variables:
         state.settle(variable)
     return state.result()
@@ -66,6 +70,17 @@ class _State:
         self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
         self._last = {}  # a tower's write -> the last tower's, whose result stands for its own in what is handed out
         self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
+
+    def refuse_writes_of_own_data(self):
+        """Raises ValueError where an output waits for a write that other workers make another one of."""
+        for variable in self.variables:
+            for view in self._views if _outer(variable) not in self._of_metrics else ():
+                for op in view.writes_to(variable):
+                    if op in view.needed and (takes_of_batch(op, view) or draws(op, view)):
+                        raise ValueError(
+                            "Every worker would write another value into the variable %r (%r): it is computed of the worker's own "
+                            "batch, or drawn at random. Compute it of all towers' data, by towers.all_reduce or towers.all_gather."
+                            % (_outer(variable).name, op.name))
 
     def _find_twins(self):
         """Returns a dict from ops of later towers to tower 0's, of all that concerns writes of no tower's own data."""

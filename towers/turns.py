@@ -51,6 +51,13 @@ class Turns:
     def __getitem__(self, turn):
         return self._exchanges[turn]
 
+    def described(self):
+        """Returns a str for each exchange that says all of it that has to be alike, without the numbers of names."""
+        return ["%s %r of %s%s" % (
+            each.kind, without_numbers(each.name), ", ".join("%s%s" % pair for pair in zip(
+                [dtype.name for dtype in each.dtypes], each.shapes)),
+            "".join(", %s %s" % (name, each.arguments[name]) for name in sorted(each.arguments))) for each in self._exchanges]
+
     def next_of(self, tower):
         """Returns the number of a tower's next exchange."""
         return self._left[tower]

@@ -60,6 +60,8 @@ def collect_update_ops(replicas, policy="first"):
     _warn_of_unreached(replicas[0])
     if policy == "all" and len(replicas) > 1:
         _order(replicas, own)
+    if replicas.peers is not None:
+        return _of_one_worker(replicas, updates[:len(updates) - len(shared)], policy) + list(shared)
     return updates
 
 
@@ -69,8 +71,25 @@ def chosen_update_ops(replicas, update_ops):
         for update in update_ops:
             if not isinstance(op_of(update), tf.Operation):
                 raise TypeError("An update op is an operation or a tensor, not %r." % (update,))
-        return list(update_ops)
+        if replicas.peers is None:
+            return list(update_ops)
+        shared = replicas[0].context.shared_updates
+        own = [update for update in update_ops if not any(update is item for item in shared)]
+        return _of_one_worker(replicas, own, "first") + [update for update in update_ops if not any(update is o for o in own)]
     return collect_update_ops(replicas, update_ops)
+
+
+def _of_one_worker(replicas, updates, policy):
+    """Returns ops that run one worker's own updates there, and give the others what they wrote."""
+    written = {variable.name: variable for op in ancestors(updates, within={op for tower in replicas for op in tower.ops})
+               for variable in written_variables(op)}
+    variables = {variable.op.name: variable for variable in tf.global_variables()}
+    if policy == "all" and written:
+        raise ValueError("The updates of several workers' towers can't run one after the other, and %r is updated by each tower "
+                         "alone: use the policy 'first' or 'last', or convert_model." % min(written))
+    losses = [tower.loss for tower in replicas if tower.loss is not None]
+    return replicas.peers.update_alike(updates, [variables[name] for name in sorted(written) if name in variables], losses,
+                                       is_of_last=policy == "last")
 
 
 def _check_control_flow(updates, made):

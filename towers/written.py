@@ -5,7 +5,7 @@ from towers.graph_walk import ancestors, end_of, is_ref, is_variable, op_of, rea
 from towers.ordering import READS
 from towers.private import control_flow_now, control_flow_of, waiting_for
 
-__all__ = ["View", "own_leaves", "takes_of_batch"]
+__all__ = ["View", "all_leaves", "draws", "own_leaves", "takes_of_batch"]
 
 
 class View:
@@ -68,17 +68,28 @@ def own_leaves(batches):
     return [{leaf for leaf in of_tower if not all(leaf in of_other for of_other in leaves)} for of_tower in leaves]
 
 
+def all_leaves(batches):
+    """Returns all of each tower's batch but scalars: what another worker's towers have other values of."""
+    return [{end_of(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True)
+             if tf.is_tensor(leaf) and leaf.shape.rank != 0} for batch in batches]
+
+
 def takes_of_batch(op, view):
     """Tells whether a write takes what comes of a tower's own batch, as far as a quick look goes."""
+    return any(end_of(tensor) in view.batch for taken in _taken_by(op, view) for tensor in taken.inputs)
+
+
+def draws(op, view):
+    """Tells whether a write takes what is drawn at random, as far as a quick look goes."""
+    return any("Random" in taken.type or taken.type == "Multinomial" for taken in _taken_by(op, view))
+
+
+def _taken_by(op, view):
+    """Yields an op of a tower and those of it that its inputs are made of, short of where towers meet."""
     seen, stack = set(), [op]
     while stack:
         op = stack.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        for tensor in op.inputs:
-            if end_of(tensor) in view.batch:
-                return True
-            if tensor.op in view.made and tensor.op.type != "IdentityN":
-                stack.append(tensor.op)
-    return False
+        if op not in seen:
+            seen.add(op)
+            yield op
+            stack.extend(tensor.op for tensor in op.inputs if tensor.op in view.made and tensor.op.type != "IdentityN")

@@ -7,7 +7,7 @@ Golub and LeVeque ("Updating formulae and a pairwise algorithm for computing sam
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["bessel", "merge", "merge_groups", "parts", "split"]
+__all__ = ["bessel", "merge", "merge_groups", "merge_merged", "parts", "split"]
 
 
 def split(moments):
@@ -64,6 +64,26 @@ def merge(*per_tower, counts):
     first = means[0]
     mean = first + average(means - first)
     return tf.concat([count, mean, average(variances + tf.math.squared_difference(means, mean))], 0)
+
+
+def merge_merged(merged):
+    """Merges moments that `merge` returned.
+
+    Args:
+      merged: tensor [W, 2C + 1], W times a count, means and biased variances.
+
+    Returns:
+      Tensor [2C + 1], as `merge` returns it.
+    """
+    channels = (tf.dimension_value(merged.shape[1]) - 1) // 2
+    counts, means, variances = tf.split(merged, [1, channels, channels], axis=1)
+    count = tf.reduce_sum(counts, 0)
+    shares = tf.div_no_nan(counts, count)
+    # Taken from the first that has any: what nothing is counted of has a mean of zero, and a difference from that loses digits.
+    first = tf.gather(means, tf.argmax(tf.cast(counts[:, 0] > 0, tf.int32)))
+    mean = tf.where_v2(count > 0, first + tf.reduce_sum(shares * (means - first), 0), tf.zeros_like(first))
+    variance = tf.reduce_sum(shares * (variances + tf.math.squared_difference(means, mean)), 0)
+    return tf.concat([count, mean, variance], 0)
 
 
 def merge_groups(*per_tower, counts, group_size):

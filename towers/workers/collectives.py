@@ -1,0 +1,122 @@
+"""Sums, joins and copies of tensors over all workers, by TensorFlow's own collective ops, those that 1.15 has.
+
+A collective meets its like in the other workers by a number. It is made of what the collective is for, never of the names or the
+order of ops, which a process may choose otherwise: so workers whose graphs hold the same collectives meet. That they hold the same
+is checked while the graph is built.
+"""
+import zlib
+
+import tensorflow.compat.v1 as tf
+
+__all__ = ["Collectives"]
+
+_GROUP = 1  # the number of the group that all workers form
+_MADE = "_towers_collectives"  # attribute of a graph, a dict from instance numbers to signatures
+_NUMBERS = "_towers_collective_numbers"  # attribute of a graph, a dict from what is counted to its last number
+# What a collective op of 1.15 takes; others cross as the dtype that holds all their values.
+_TAKEN = (tf.float32, tf.float64, tf.float16, tf.int32, tf.int64)
+_AS = {tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32,
+       tf.uint16: tf.int32, tf.uint32: tf.int64}
+
+
+class Collectives:
+    """The collective ops of one worker's graphs.
+
+    Args:
+      size: int, how many workers there are.
+      rank: int, this one's number.
+
+    Attributes:
+      size, rank: as given.
+      order: list of int, which row of what is joined is each worker's; set when workers connect.
+    """
+
+    def __init__(self, size, rank):
+        self.size, self.rank, self.order = size, rank, list(range(size))
+        self._device = "/job:worker/task:%d/cpu:0" % rank
+
+    def sum(self, tensor, purpose, name="sum_of_workers"):
+        """Adds up a tensor over workers, in an order that never changes; each gets the same bits.
+
+        Args:
+          tensor: numeric tensor, of the same shape and dtype in every worker; its size may be another one in every step.
+          purpose: tuple of str and int, what this is, alike in every worker and for no other collective of the graph.
+          name: str, of the ops.
+        """
+        def add(taken):
+            return tf.raw_ops.CollectiveReduce(
+                input=taken, merge_op="Add", final_op="Id", subdiv_offsets=[0], **self._options("sum", taken, purpose))
+        return self._crossing(tensor, add, name)
+
+    def join(self, tensor, purpose, name="join_of_workers"):
+        """Stacks a tensor of a known shape over workers, [size, ...] in the order of their ranks; arguments as for `sum`."""
+        def gather(taken):
+            row = tf.reshape(taken, [1, taken.shape.num_elements()])
+            rows = tf.raw_ops.CollectiveGather(input=row, shape=row.shape, **self._options("join", row, purpose))
+            rows = rows if self.order == list(range(self.size)) else tf.gather(rows, self.order)
+            return tf.reshape(rows, [self.size] + taken.shape.as_list())
+        return self._crossing(tensor, gather, name)
+
+    def join_varied(self, tensor, purpose, name="join_of_workers"):
+        """Returns a list over workers of what each has of a tensor, whose shape may be another one in each, of the same rank."""
+        with tf.name_scope(name):
+            shapes = self.join(tf.shape(tensor, out_type=tf.int64), purpose + ("shapes",))
+            ends = tf.cumsum(tf.reduce_prod(shapes, 1))
+            before = ends[self.rank] - tf.size(tensor, out_type=tf.int64)
+            # One tensor for all, zero where it is another worker's: a sum may have another size in every step.
+            mine = tf.pad(tf.reshape(self._taken(tensor), [-1]), [[before, ends[-1] - ends[self.rank]]])
+            parts = tf.split(self.sum(mine, purpose), tf.reduce_prod(shapes, 1), num=self.size)
+            parts = [tf.reshape(part, shapes[worker]) for worker, part in enumerate(parts)]
+            for part in parts:
+                part.set_shape([None] * tensor.shape.rank)
+            return [tf.cast(part, tensor.dtype.base_dtype) for part in parts]
+
+    def copy(self, tensor, purpose, source=0, name="copy_of_worker"):
+        """Returns what the worker `source` has of a tensor of a known shape; of the others' only shape and dtype matter."""
+        def send_or_receive(taken):
+            options = dict(self._options("copy of worker %d" % source, taken, purpose), shape=taken.shape)
+            if self.rank == source:
+                return tf.raw_ops.CollectiveBcastSend(input=taken, **options)
+            return tf.raw_ops.CollectiveBcastRecv(T=taken.dtype, **options)
+        return self._crossing(tensor, send_or_receive, name)
+
+    @staticmethod
+    def next_of_graph(what):
+        """Returns how often it was asked for `what` in the default graph before: an int from 0."""
+        numbers = _kept(tf.get_default_graph(), _NUMBERS)
+        numbers[what] = numbers.get(what, -1) + 1
+        return numbers[what]
+
+    def _crossing(self, tensor, build, name):
+        # A gradient function runs colocated with its forward op, which would win over the device.
+        with tf.colocate_with(None, ignore_existing=True), tf.device(self._device), tf.name_scope(name):
+            return tf.cast(build(self._taken(tensor)), tensor.dtype.base_dtype)
+
+    def _taken(self, tensor):
+        dtype = tensor.dtype.base_dtype
+        if dtype not in _TAKEN and dtype not in _AS:
+            raise TypeError("No %s tensor crosses between workers, as %r would: numbers do." % (dtype.name, tensor.name))
+        return tf.identity(tensor) if dtype in _TAKEN else tf.cast(tensor, _AS[dtype])
+
+    def _options(self, kind, tensor, purpose):
+        signature = "%s of %s%s, %s" % (kind, tensor.dtype.name, tensor.shape, " ".join(map(str, purpose)))
+        number = zlib.crc32(signature.encode()) & 0x7fffffff
+        other = _kept(tf.get_default_graph(), _MADE).setdefault(number, signature)
+        if other != signature:
+            raise ValueError("%r and %r got the same number by chance, and would meet each other: build one of them in another "
+                             "name scope." % (signature, other))
+        return {"group_size": self.size, "group_key": _GROUP, "instance_key": number, "communication_hint": "ring"}
+
+    @staticmethod
+    def made():
+        """Returns what tells the collectives of the default graph apart, a sorted list of str."""
+        return sorted(_kept(tf.get_default_graph(), _MADE).values())
+
+
+def _kept(graph, attribute):
+    """Returns a dict that stays with the outermost graph."""
+    while getattr(graph, "outer_graph", None) is not None:  # of a tf.function, or a loop of control flow 2
+        graph = graph.outer_graph
+    if not hasattr(graph, attribute):
+        setattr(graph, attribute, {})
+    return getattr(graph, attribute)

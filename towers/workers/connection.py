@@ -1,0 +1,199 @@
+"""`connect()`: this process as one of the workers that train together, on TensorFlow's own distributed runtime."""
+import json
+import time
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from towers.placement import session_config
+from towers.workers.cluster import find_cluster
+from towers.workers.collectives import Collectives
+from towers.workers.peers import Peers
+from towers.workers.variables import broadcast
+from towers.workers.watchdog import Watchdog, probe
+
+__all__ = ["Workers", "connect"]
+
+
+def connect(cluster=None, rank=None, devices=None, config=None, time_limit=300.0):
+    """Makes this process one of the workers that train together.
+
+    It starts TensorFlow's server of this worker, and returns when all workers' servers answer. Called once, before a graph is run.
+    Where no cluster is named, the process is one worker alone, and everything works without a server.
+
+    Args:
+      cluster: a `tf.distribute.cluster_resolver.ClusterResolver` (Slurm's, Kubernetes'), or a list of addresses "host:port", one
+        for each worker. None is what the environment variable TF_CONFIG says, as `python -m towers.launch` sets it: its
+        "chief" and its "worker" tasks train, in that order; an "evaluator" is alone, and no chief.
+      rank: int, this process's number in a list of addresses.
+      devices: list of str, the devices that this worker's towers will stand on: the server has to have its CPU devices.
+      config: optional `tf.ConfigProto` to start from.
+      time_limit: float, seconds that this worker waits for the others, at the start and in each step. Then the process ends, by one
+        sentence that names who is missing.
+
+    Returns:
+      `Workers`.
+
+    Raises:
+      TypeError, ValueError: for a malformed cluster, or one without this process.
+      RuntimeError: if the port of this worker is taken, or others don't come within the time limit.
+
+    Example:
+
+        workers = towers.workers.connect()
+        builder = towers.TowerBuilder(devices, workers=workers)
+    """
+    found = find_cluster(cluster, rank)
+    if not time_limit > 0:
+        raise ValueError("time_limit is a number of seconds, more than 0, not %r." % (time_limit,))
+    return Workers(found, session_config(devices or ["/cpu:0"], config), float(time_limit))
+
+
+class Workers:
+    """This process and the others that it trains with.
+
+    Attributes:
+      rank: int, this worker's number.
+      size: int, how many workers there are.
+      local_rank: int, this worker's number among those of its machine.
+      is_chief: whether this one writes checkpoints and summaries: worker 0.
+      is_evaluator: whether this process is beside the workers, and alone.
+      target: str, the `target` or `master` of this worker's sessions.
+      time_limit: float, seconds.
+    """
+
+    def __init__(self, cluster, config, time_limit):
+        self._cluster = cluster
+        self.rank, self.size, self.local_rank = cluster.rank, cluster.size, cluster.local_rank
+        self.is_evaluator = cluster.is_evaluator
+        self.is_chief = cluster.rank == 0 and not cluster.is_evaluator
+        self.time_limit, self.target = time_limit, ""
+        self.collectives = Collectives(self.size, self.rank)
+        self._watchdog, self._config = Watchdog(cluster, time_limit), config
+        self._num_told = 0
+        if self.size > 1:
+            self._config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+            self._config.device_filters.append("/job:worker/task:%d" % self.rank)
+            self._serve()
+
+    def __repr__(self):
+        return "Workers(rank=%d, size=%d)" % (self.rank, self.size)
+
+    def _serve(self):
+        begun, spec = time.monotonic(), tf.train.ClusterSpec({"worker": list(self._cluster.addresses)})
+        try:
+            self._server = tf.train.Server(spec, job_name="worker", task_index=self.rank, config=self._config)
+        except (tf.errors.OpError, RuntimeError) as error:
+            raise RuntimeError("The server of %s can't be started: its port is taken, or TensorFlow has a server in this process "
+                               "already (%s)." % (self._cluster.describe(self.rank), _first_line(error))) from error
+        self.target = self._server.target
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        while missing:
+            states = {rank: probe(self._cluster.addresses[rank]) for rank in missing}
+            missing = [rank for rank, state in states.items() if state]
+            if missing and time.monotonic() - begun > self.time_limit:
+                raise RuntimeError("%s waited %.0f seconds for %s: %s. Start every worker, or correct the addresses." % (
+                    self._cluster.describe(self.rank).capitalize(), self.time_limit,
+                    " and ".join(self._cluster.describe(rank) for rank in missing), states[missing[0]]))
+            time.sleep(0.1 if missing else 0)
+        # TensorFlow numbers a group's devices by an order of its own.
+        ranks = self._run_once(lambda: self.collectives.join(tf.constant(self.rank), ("ranks",)), "its start")
+        self.collectives.order = [int(row) for row in np.argsort(ranks)]
+
+    def session_config(self, config=None):
+        """Returns the `ConfigProto` of this worker's sessions.
+
+        Args:
+          config: optional `tf.ConfigProto` to start from; it is copied, not changed.
+        """
+        result = tf.ConfigProto()
+        if config is not None:
+            result.CopyFrom(config)
+        result.MergeFrom(self._config)
+        return result
+
+    def session(self, graph=None, config=None):
+        """Returns a `tf.Session` of this worker, whose runs are watched: they end, or the process does."""
+        return _WatchedSession(self._watchdog, self.target, graph, self.session_config(config))
+
+    def broadcast_variables(self, variables=None):
+        """Returns an op that gives every worker the chief's values of variables: run it after they were initialized or restored.
+
+        A training step of several workers fails until it has run.
+
+        Args:
+          variables: list of variables, of known shapes; None is all global variables of the graph.
+
+        Raises:
+          ValueError: in every worker, where workers have other variables; for variables of unknown shapes.
+          TypeError: for variables that are no numbers.
+        """
+        variables = tf.global_variables() if variables is None else list(variables)
+        unknown = [variable.name for variable in variables if not variable.shape.is_fully_defined()]
+        if unknown:
+            raise ValueError("The variable %r has no known shape, and can't be broadcast: give `variables` without it." % unknown[0])
+        if self.size == 1:
+            return tf.no_op(name="broadcast_variables")
+        self.check_alike("variables", ["%s, %s%s" % (v.op.name, v.dtype.base_dtype.name, v.shape) for v in variables])
+        with tf.name_scope("broadcast_variables"):
+            return broadcast(self.collectives, variables, ("broadcast", self.collectives.next_of_graph("broadcasts")))
+
+    def tell_all(self, value, what="what they have to tell"):
+        """Returns a list over workers of what each calls this with, JSON; every worker has to call it in the same turn."""
+        if self.size == 1:
+            return [value]
+        text = json.dumps(value).encode()
+        self._num_told += 1
+        turn = "told %d" % self._num_told
+        sizes = self._run_once(lambda: self.collectives.join(tf.constant(len(text)), (turn, "size")), what)
+        padded = np.frombuffer(text.ljust((max(sizes) + 7) // 8 * 8), np.int64)  # by spaces, which JSON takes
+        told = self._run_once(lambda: self.collectives.join(tf.constant(padded), (turn, "text")), what)
+        return [json.loads(row.tobytes().decode()) for row in told]
+
+    def check_alike(self, what, items):
+        """Compares what workers have, and names the first difference.
+
+        Args:
+          what: str, in the plural: "variables".
+          items: list of str, in an order that is the same in every worker.
+
+        Raises:
+          ValueError: in every worker, where not all call this with the same items.
+        """
+        told = self.tell_all(items, "comparing %s" % what)
+        for rank, others in enumerate(told):
+            if others != told[0]:
+                place = next((i for i, pair in enumerate(zip(others, told[0])) if pair[0] != pair[1]), min(len(others), len(told[0])))
+                has = [repr(of_worker[place]) if place < len(of_worker) else "no more" for of_worker in (told[0], others)]
+                raise ValueError(
+                    "Workers differ in their %s: worker 0 has %d of them and worker %d has %d; where they first differ, number %d, "
+                    "worker 0 has %s and worker %d %s. Every worker has to build the same graph."
+                    % (what, len(told[0]), rank, len(others), place, has[0], rank, has[1]))
+
+    def peers(self, num_towers):
+        """Returns the `Peers` of a build of so many towers, None where this worker is alone."""
+        return Peers(self, num_towers) if self.size > 1 else None
+
+    def _run_once(self, build, what):
+        with tf.Graph().as_default() as graph:
+            fetched = build()
+            with self._watchdog.waiting(what), tf.Session(self.target, graph, self._config) as session:
+                return session.run(fetched)
+
+
+class _WatchedSession(tf.Session):
+    """A `tf.Session` in which nothing waits for other workers longer than their time limit."""
+
+    def __init__(self, watchdog, target, graph, config):
+        self._watchdog, self._num_runs = watchdog, 0
+        super().__init__(target, graph, config)
+
+    def run(self, *args, **kwargs):
+        """As `tf.Session.run`."""
+        self._num_runs += 1
+        with self._watchdog.waiting("run %d of its session" % self._num_runs):
+            return super().run(*args, **kwargs)
+
+
+def _first_line(error):
+    return str(error).strip().split("\n")[0]
