@@ -45,8 +45,8 @@ class _Watch:
 def _global_loss_gradient(op, dy):
     watch = detail_of(op)
     if watch is not None and watch.of_workers:
-        raise ValueError("The gradient of replicas.loss (%r) is taken, and with several workers it is that of this worker's towers "
-                         "alone. Use towers.minimize(replicas, optimizer), which averages over workers too." % op.name)
+        raise ValueError("The gradient of replicas.loss (%r) is taken, and with several workers it is that of this worker's "
+                         "towers alone. Use towers.minimize(replicas, optimizer), which averages over workers too." % op.name)
     # In an imported graph nothing is known of update ops.
     if watch is not None and watch.ops and tf.get_default_graph() is op.graph and not _is_waited_for(watch, op):
         warnings.warn("The gradient of replicas.loss (%r) is taken and nothing waits for the update ops of its towers, %r among "

@@ -30,10 +30,10 @@ class Across(NamedTuple):
     """How an exchange whose towers all get the same meets in two steps, within each worker and then once for each worker.
 
     Fields:
-      part: a function of a list over this worker's towers of lists of contributions, that returns the tensor that crosses, of a
-        shape that is the same in every worker.
-      whole: a function of these parts, stacked over workers, that returns the list of tensors that each tower gets; None where that
-        is their sum.
+      part: a function of a list over this worker's towers of lists of contributions, that returns the tensor that crosses, of
+        one shape in every worker.
+      whole: a function of these parts, stacked over workers, that returns the list of tensors that each tower gets; None where
+        that is their sum.
     """
     part: Any
     whole: Any = None
@@ -163,7 +163,6 @@ class Meetings:
                     raise TypeError("The aggregate of %r returned %r of %s where its result is to be of %s."
                                     % (name, result.name, result.dtype.base_dtype.name, stand_in.dtype.name))
                 rewire(stand_in.op, 0, bits[result.name])
-
 
     def _purpose(self, key, name):
         """Returns what a meeting is known by in every worker, a tuple of str and int."""

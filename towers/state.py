@@ -78,8 +78,8 @@ class _State:
                 for op in view.writes_to(variable):
                     if op in view.needed and (takes_of_batch(op, view) or draws(op, view)):
                         raise ValueError(
-                            "Every worker would write another value into the variable %r (%r): it is computed of the worker's own "
-                            "batch, or drawn at random. Compute it of all towers' data, by towers.all_reduce or towers.all_gather."
+                            "Every worker would write another value into the variable %r (%r): it is computed of the worker's "
+                            "own batch, or drawn at random. Compute it of all towers' data, by towers.all_reduce or all_gather."
                             % (_outer(variable).name, op.name))
 
     def _find_twins(self):

@@ -87,8 +87,8 @@ def _of_environment():
         raise ValueError("TF_CONFIG is no JSON (%s): %r." % (error, text)) from error
     task = read.get("task", {}) if isinstance(read, dict) else None
     if not isinstance(task, dict) or not isinstance(read.get("cluster", {}), dict):
-        raise ValueError("TF_CONFIG has to hold {\"cluster\": {job: [addresses]}, \"task\": {\"type\": job, \"index\": number}}; it "
-                         "is %s." % text)
+        raise ValueError("TF_CONFIG has to hold {\"cluster\": {job: [addresses]}, \"task\": {\"type\": job, \"index\": "
+                         "number}}; it is %s." % text)
     if not read.get("cluster"):
         return ALONE
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()

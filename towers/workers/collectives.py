@@ -1,8 +1,7 @@
 """Sums, joins and copies of tensors over all workers, by TensorFlow's own collective ops, those that 1.15 has.
 
-A collective meets its like in the other workers by a number. It is made of what the collective is for, never of the names or the
-order of ops, which a process may choose otherwise: so workers whose graphs hold the same collectives meet. That they hold the same
-is checked while the graph is built.
+A collective meets its like in the other workers by a number. It is made of what the collective is for, never of the names or
+the order of ops, which a process may choose otherwise. That workers' graphs hold the same ones is checked while they are built.
 """
 import zlib
 

@@ -9,6 +9,8 @@ from towers.placement import session_config
 from towers.workers.cluster import find_cluster
 from towers.workers.collectives import Collectives
 from towers.workers.peers import Peers
+from towers.workers.plain import AveragingOptimizer, average_gradients, sum_with_gradient
+from towers.workers.sessions import Hook, WatchedSession
 from towers.workers.variables import broadcast
 from towers.workers.watchdog import Watchdog, probe
 
@@ -18,7 +20,7 @@ __all__ = ["Workers", "connect"]
 def connect(cluster=None, rank=None, devices=None, config=None, time_limit=300.0):
     """Makes this process one of the workers that train together.
 
-    It starts TensorFlow's server of this worker, and returns when all workers' servers answer. Called once, before a graph is run.
+    It starts TensorFlow's server of this worker, and returns when all workers' servers answer. To be called once, before a run.
     Where no cluster is named, the process is one worker alone, and everything works without a server.
 
     Args:
@@ -28,8 +30,8 @@ def connect(cluster=None, rank=None, devices=None, config=None, time_limit=300.0
       rank: int, this process's number in a list of addresses.
       devices: list of str, the devices that this worker's towers will stand on: the server has to have its CPU devices.
       config: optional `tf.ConfigProto` to start from.
-      time_limit: float, seconds that this worker waits for the others, at the start and in each step. Then the process ends, by one
-        sentence that names who is missing.
+      time_limit: float, seconds that this worker waits for the others, at the start and in each step. Then the process ends, by
+        one sentence that names who is missing.
 
     Returns:
       `Workers`.
@@ -92,7 +94,7 @@ class Workers:
             states = {rank: probe(self._cluster.addresses[rank]) for rank in missing}
             missing = [rank for rank, state in states.items() if state]
             if missing and time.monotonic() - begun > self.time_limit:
-                raise RuntimeError("%s waited %.0f seconds for %s: %s. Start every worker, or correct the addresses." % (
+                raise RuntimeError("%s waited %.0f seconds for %s, which %s. Start every worker, or correct the addresses." % (
                     self._cluster.describe(self.rank).capitalize(), self.time_limit,
                     " and ".join(self._cluster.describe(rank) for rank in missing), states[missing[0]]))
             time.sleep(0.1 if missing else 0)
@@ -114,7 +116,65 @@ class Workers:
 
     def session(self, graph=None, config=None):
         """Returns a `tf.Session` of this worker, whose runs are watched: they end, or the process does."""
-        return _WatchedSession(self._watchdog, self.target, graph, self.session_config(config))
+        return WatchedSession(self._watchdog, self.target, graph, self.session_config(config))
+
+    def hook(self):
+        """Returns a `tf.train.SessionRunHook` for a monitored session: it broadcasts variables, and watches the runs.
+
+        Every worker initializes, the chief alone restores and saves:
+
+            tf.train.MonitoredTrainingSession(master=workers.target, config=workers.session_config(), hooks=[workers.hook()],
+                                              checkpoint_dir=folder if workers.is_chief else None)
+        """
+        return Hook(self, self._watchdog)
+
+    def all_reduce(self, tensor, reduction="sum", name=None):
+        """Sums or averages a tensor over workers, in a graph without towers; within towers `towers.all_reduce` does.
+
+        The gradient of a sum is the sum over workers of what reaches it in each.
+
+        Args:
+          tensor: numeric tensor, of the same shape and dtype in every worker, and in every worker run together.
+          reduction: "sum" or "mean"; "mean" takes floating point only.
+          name: str, optional name scope.
+
+        Raises:
+          ValueError: for another reduction.
+          TypeError: for a tensor of no numbers, or the mean of integers.
+        """
+        if reduction not in ("sum", "mean"):
+            raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
+        with tf.name_scope(name, "all_reduce"):
+            tensor = tf.convert_to_tensor(tensor)
+            if reduction == "mean" and not tensor.dtype.is_floating:
+                raise TypeError("all_reduce takes no mean of %s tensors (%r): cast it first." % (tensor.dtype.name, tensor.name))
+            if self.size == 1:
+                return tf.identity(tensor)
+            total = sum_with_gradient(self, tensor, name)
+            return total if reduction == "sum" else total / self.size
+
+    def average_gradients(self, grads_and_vars, weight=None):
+        """Averages gradients over workers, in a graph without towers.
+
+            g = sum_w g_w / W    or, with weights,    g = sum_w n_w g_w / sum_w n_w,    W workers
+
+        Args:
+          grads_and_vars: list of (gradient, variable), of the same variables in every worker.
+          weight: scalar tensor or number, the examples of this worker's batch, where workers' batches may differ in size.
+
+        Returns:
+          A list of (gradient, variable), without those that were None. None is there before all are.
+
+        Raises:
+          ValueError: where there is no gradient; in every worker, where workers have other gradients.
+        """
+        return average_gradients(self, grads_and_vars, weight)
+
+    def optimizer(self, optimizer, weight=None):
+        """Returns a `tf.train.Optimizer` that applies gradients averaged over workers; `weight` as for `average_gradients`."""
+        if not isinstance(optimizer, tf.train.Optimizer):
+            raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
+        return AveragingOptimizer(self, optimizer, weight)
 
     def broadcast_variables(self, variables=None):
         """Returns an op that gives every worker the chief's values of variables: run it after they were initialized or restored.
@@ -131,7 +191,8 @@ class Workers:
         variables = tf.global_variables() if variables is None else list(variables)
         unknown = [variable.name for variable in variables if not variable.shape.is_fully_defined()]
         if unknown:
-            raise ValueError("The variable %r has no known shape, and can't be broadcast: give `variables` without it." % unknown[0])
+            raise ValueError("The variable %r has no known shape, and can't be broadcast: leave it out of `variables`."
+                             % unknown[0])
         if self.size == 1:
             return tf.no_op(name="broadcast_variables")
         self.check_alike("variables", ["%s, %s%s" % (v.op.name, v.dtype.base_dtype.name, v.shape) for v in variables])
@@ -163,11 +224,11 @@ class Workers:
         told = self.tell_all(items, "comparing %s" % what)
         for rank, others in enumerate(told):
             if others != told[0]:
-                place = next((i for i, pair in enumerate(zip(others, told[0])) if pair[0] != pair[1]), min(len(others), len(told[0])))
+                place = next((i for i, (a, b) in enumerate(zip(others, told[0])) if a != b), min(len(others), len(told[0])))
                 has = [repr(of_worker[place]) if place < len(of_worker) else "no more" for of_worker in (told[0], others)]
                 raise ValueError(
-                    "Workers differ in their %s: worker 0 has %d of them and worker %d has %d; where they first differ, number %d, "
-                    "worker 0 has %s and worker %d %s. Every worker has to build the same graph."
+                    "Workers differ in their %s: worker 0 has %d of them and worker %d has %d. Where they first differ, at "
+                    "number %d, worker 0 has %s and worker %d %s. Every worker has to build the same graph."
                     % (what, len(told[0]), rank, len(others), place, has[0], rank, has[1]))
 
     def peers(self, num_towers):
@@ -179,20 +240,6 @@ class Workers:
             fetched = build()
             with self._watchdog.waiting(what), tf.Session(self.target, graph, self._config) as session:
                 return session.run(fetched)
-
-
-class _WatchedSession(tf.Session):
-    """A `tf.Session` in which nothing waits for other workers longer than their time limit."""
-
-    def __init__(self, watchdog, target, graph, config):
-        self._watchdog, self._num_runs = watchdog, 0
-        super().__init__(target, graph, config)
-
-    def run(self, *args, **kwargs):
-        """As `tf.Session.run`."""
-        self._num_runs += 1
-        with self._watchdog.waiting("run %d of its session" % self._num_runs):
-            return super().run(*args, **kwargs)
 
 
 def _first_line(error):

@@ -1,9 +1,9 @@
 """Ends this process where the workers' common step can't go on, and says who is missing.
 
 TensorFlow 1.15 gives collectives no time limit, and a session's limits don't cover what it does before the first op runs. So a
-thread watches what this process is waiting in. A peer whose server refuses connections has died, which ends the wait at once; when
-the time limit is over every peer is asked whether it answers. A gRPC server answers what begins an HTTP/2 connection by itself,
-while a process that was stopped accepts it, by its kernel, and stays silent.
+thread watches what this process is waiting in. A peer whose server refuses connections has died, which ends the wait at once;
+when the time limit is over every peer is asked whether it answers. A gRPC server answers whoever begins an HTTP/2 connection; of
+a process that was stopped the kernel accepts it, and nothing comes.
 """
 import contextlib
 import os
@@ -14,7 +14,7 @@ import time
 
 __all__ = ["DEAD", "GONE", "SILENT", "Watchdog", "probe"]
 
-GONE, SILENT, ALIVE = "nothing listens there: it has ended, or never began", "it does not answer: it is stopped, or hangs", None
+GONE, SILENT, ALIVE = "has ended, or never began: nothing listens there", "does not answer: it is stopped, or hangs", None
 DEAD = 70  # the exit status of a process that the watchdog ends, os.EX_SOFTWARE
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # of HTTP/2, with empty settings
 _PATIENCE, _EVERY = 2.0, 1.0  # seconds
@@ -83,7 +83,8 @@ class Watchdog:
 
     def _look(self, what, waited):
         over = waited > self.time_limit
-        found = {rank: probe(self._cluster.addresses[rank], min(_PATIENCE, max(self.time_limit / 4, 0.1))) for rank in self._peers}
+        patience = min(_PATIENCE, max(self.time_limit / 4, 0.1))
+        found = {rank: probe(self._cluster.addresses[rank], patience) for rank in self._peers}
         for rank, state in found.items():
             self._gone[rank] = self._gone.get(rank, 0) + 1 if state == GONE else 0
         missing = [rank for rank, state in found.items() if state is not ALIVE and (over or self._gone[rank] > 1)]
@@ -91,13 +92,14 @@ class Watchdog:
             if not any(waiting[0] == what for waiting in self._waiting.values()):  # it came to its end meanwhile
                 return
         if missing:
-            self._end("%s waited %.0f seconds in %s for %s: %s. All workers have to start again from the last checkpoint." % (
+            self._end("%s waited %.0f seconds in %s for %s, which %s. Start all workers again, from the last checkpoint." % (
                 self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
                 " and ".join(self._cluster.describe(rank) for rank in missing), found[missing[0]]))
         elif over:
             self._end(
-                "%s waited %.0f seconds in %s, the time limit. All others answer (%s), so one of them does not come to this step: it ran "
-                "out of data, runs other ops, or is slow. Run the same steps in every worker, or connect with a larger time_limit."
+                "%s waited %.0f seconds in %s, the time limit. All others answer (%s), so one of them comes to no such step: "
+                "it ran out of data, runs other ops, or is slow. Run the same steps in every worker, or connect with a larger "
+                "time_limit."
                 % (self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
                    ", ".join(self._cluster.describe(rank) for rank in self._peers)))
 

@@ -1,0 +1,62 @@
+"""Sessions whose runs are watched, since one that waits for a dead worker would wait forever."""
+import contextlib
+
+import tensorflow.compat.v1 as tf
+
+__all__ = ["Hook", "WatchedSession"]
+
+
+class WatchedSession(tf.Session):
+    """A `tf.Session` in which nothing waits for other workers longer than their time limit."""
+
+    def __init__(self, watchdog, target, graph, config):
+        self._watchdog, self._num_runs = watchdog, 0
+        super().__init__(target, graph, config)
+
+    def run(self, *args, **kwargs):
+        """As `tf.Session.run`."""
+        self._num_runs += 1
+        with self._watchdog.waiting("run %d of its session" % self._num_runs):
+            return super().run(*args, **kwargs)
+
+    def make_callable(self, *args, **kwargs):
+        """As `tf.Session.make_callable`."""
+        made = super().make_callable(*args, **kwargs)
+
+        def call(*values, **options):
+            self._num_runs += 1
+            with self._watchdog.waiting("run %d of its session" % self._num_runs):
+                return made(*values, **options)
+        return call
+
+
+class Hook(tf.train.SessionRunHook):
+    """Makes variables equal when a monitored session was made, and watches its runs; see `Workers.hook`."""
+
+    def __init__(self, workers, watchdog):
+        self._workers, self._watchdog = workers, watchdog
+        self._broadcast, self._waiting, self._num_runs = None, contextlib.ExitStack(), 0
+
+    def begin(self):
+        """Builds the broadcast, before the graph is finalized."""
+        self._broadcast = self._workers.broadcast_variables()
+
+    def after_create_session(self, session, coord):
+        """Gives every worker the chief's variables, which it initialized or restored."""
+        self._waiting.close()
+        with self._watchdog.waiting("its start"):
+            session.run(self._broadcast)
+
+    def before_run(self, run_context):
+        """Begins to watch a run."""
+        self._waiting.close()
+        self._num_runs += 1
+        self._waiting.enter_context(self._watchdog.waiting("run %d of its session" % self._num_runs))
+
+    def after_run(self, run_context, run_values):
+        """The run is over."""
+        self._waiting.close()
+
+    def end(self, session):
+        """The session is over."""
+        self._waiting.close()
