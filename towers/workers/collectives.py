@@ -13,9 +13,10 @@ _GROUP = 1  # the number of the group that all workers form
 _MADE = "_towers_collectives"  # attribute of a graph, a dict from instance numbers to signatures
 _NUMBERS = "_towers_collective_numbers"  # attribute of a graph, a dict from what is counted to its last number
 # What a collective op of 1.15 takes; others cross as the dtype that holds all their values.
-_TAKEN = (tf.float32, tf.float64, tf.float16, tf.int32, tf.int64)
-_AS = {tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32, tf.int16: tf.int32,
-       tf.uint16: tf.int32, tf.uint32: tf.int64}
+_TAKEN = (tf.float32, tf.float64, tf.int32, tf.int64)
+_AS = {tf.float16: tf.float32, tf.bfloat16: tf.float32, tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32,
+       tf.int16: tf.int32, tf.uint16: tf.int32, tf.uint32: tf.int64}
+_BITS = {tf.float32: tf.int32, tf.float64: tf.int64}
 
 
 class Collectives:
@@ -71,13 +72,12 @@ class Collectives:
             return [tf.cast(part, tensor.dtype.base_dtype) for part in parts]
 
     def copy(self, tensor, purpose, source=0, name="copy_of_worker"):
-        """Returns what the worker `source` has of a tensor of a known shape; of the others' only shape and dtype matter."""
-        def send_or_receive(taken):
-            options = dict(self._options("copy of worker %d" % source, taken, purpose), shape=taken.shape)
-            if self.rank == source:
-                return tf.raw_ops.CollectiveBcastSend(input=taken, **options)
-            return tf.raw_ops.CollectiveBcastRecv(T=taken.dtype, **options)
-        return self._crossing(tensor, send_or_receive, name)
+        """Returns what the worker `source` has of a tensor, to the bit; of the others' only shape and dtype matter."""
+        # TensorFlow 1.15 broadcasts from worker 0 alone. So it is a sum of bits, zero in all others.
+        taken = self._taken(tensor)
+        bits = tf.bitcast(taken, _BITS[taken.dtype]) if taken.dtype in _BITS else taken
+        bits = self.sum(bits if self.rank == source else tf.zeros_like(bits), purpose + ("copy", source), name)
+        return tf.cast(tf.bitcast(bits, taken.dtype) if taken.dtype in _BITS else bits, tensor.dtype.base_dtype)
 
     @staticmethod
     def next_of_graph(what):

@@ -1,0 +1,221 @@
+"""What worker processes of tests run: `python -m tests.worker_programs NAME arguments`, under a TF_CONFIG."""
+import json
+import os
+import signal
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np  # noqa: E402
+import tensorflow.compat.v1 as tf  # noqa: E402
+
+import tf_syncbn  # noqa: E402
+import towers  # noqa: E402
+from tests.conftest import BEHAVIOUR  # noqa: E402, F401  which chooses TensorFlow's behaviour
+from tests.support import cpus  # noqa: E402
+
+CLASSES = 3
+
+
+def examples(count):
+    """Returns inputs float64 [count, 6] and labels."""
+    rng = np.random.RandomState(3)
+    return rng.randn(count, 6) * 2 + 5, rng.randint(0, CLASSES, count)
+
+
+def normal(seed):
+    """Returns an initializer that draws by NumPy, alike in every process and graph."""
+    return lambda shape, dtype=tf.float64, partition_info=None: tf.constant(
+        np.random.RandomState(seed).randn(*tf.TensorShape(shape).as_list()) / 2, dtype)
+
+
+def model(seed=0):
+    """Returns a model function that meets in every way that one tower knows too; `seed` begins its variables."""
+    def variable(name, shape):
+        return tf.get_variable(name, shape, tf.float64, normal(seed + len(name)))
+
+    def model_fn(x, labels):
+        h = tf.matmul(x, variable("first", [6, 8]))
+        h = tf.nn.relu(tf_syncbn.sync_batch_norm(h, momentum=0.9, mask=x[:, 0] > 4, training=True))
+        h = tf_syncbn.sync_batch_norm(tf.matmul(h, variable("second", [8, 8])), momentum=0.9, renorm=True, name="renormed",
+                                      training=True)
+        h *= tf.nn.embedding_lookup(variable("rows", [CLASSES + 2, 8]), labels)
+        mean, variance = tf.nn.moments(h, [0])  # convert_model's
+        h = tf.nn.batch_normalization(h, mean, variance, None, variable("beta", [8]), 1e-3)
+        similar = tf.matmul(h, towers.all_gather(h), transpose_b=True)
+        penalty = towers.all_reduce(tf.reduce_sum(tf.abs(h))) / towers.all_reduce(tf.cast(tf.size(h), tf.float64))
+        loss = tf.reduce_mean(tf.tanh(similar)) + tf.reduce_mean(tf.square(tf.sin(h))) + penalty ** 2
+        return {"loss": loss, "h": h}
+    return tf_syncbn.convert_model(model_fn)
+
+
+def split_model(momentum=0.7):
+    """Returns a model function that one tower knows nothing of: groups of towers, a batch norm of each tower, a state."""
+    def model_fn(x, labels):
+        h = tf_syncbn.sync_batch_norm(x, momentum=0.9, group_size=2)
+        w = tf.get_variable("w", [6, 6], tf.float64, tf.initializers.identity())
+        u = tf.get_variable("u", [6, 1], tf.float64, tf.ones_initializer(), trainable=False)
+        turned = tf.matmul(w, u.read_value())
+        with tf.control_dependencies([tf.assign(u, turned / tf.norm(turned))]):  # of no data: alike in all towers
+            h = tf.matmul(h, w / tf.norm(turned))
+        mean = tf.reduce_mean(h, 0)
+        average = tf.get_variable("average", [6], tf.float64, tf.zeros_initializer(), trainable=False)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(average, momentum * average + (1 - momentum) * mean))
+        return tf.reduce_mean(tf.square(tf.cos(h - mean)))
+    return model_fn
+
+
+def batches(workers, sizes, known):
+    """Returns this worker's towers' batches, where all workers' towers have so many examples each."""
+    count = len(sizes) // workers.size
+    ends = np.cumsum([0] + sizes)
+    x, labels = examples(sum(sizes))
+    rows = [slice(ends[i], ends[i + 1]) for i in range(workers.rank * count, (workers.rank + 1) * count)]
+    if known:
+        return towers.PerTower([(tf.constant(x[of]), tf.constant(labels[of])) for of in rows])
+    return towers.PerTower([(tf.placeholder_with_default(x[of], [None, 6]), tf.placeholder_with_default(labels[of], [None]))
+                            for of in rows])
+
+
+def train(folder, which, sizes, known, update_ops="first"):
+    """Trains twice from the same beginning and saves both ends."""
+    sizes, known = json.loads(sizes), known == "True"
+    workers = towers.workers.connect(devices=cpus(4), time_limit=60)
+    count = len(sizes) // workers.size
+    model_fn = model(seed=10 * workers.rank) if which == "whole" else split_model()
+    replicas = towers.TowerBuilder(cpus(count), workers=workers).build(model_fn, batches(workers, sizes, known))
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
+    broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
+    ends = []
+    for _ in range(2):
+        with workers.session() as session:
+            session.run(tf.global_variables_initializer())
+            session.run(broadcast)
+            losses = [session.run([replicas.loss, train_op])[0] for _ in range(5)]
+            ends.append(dict(session.run(variables), losses=np.array(losses), weight=session.run(
+                tf.convert_to_tensor(replicas.weight)), index=np.array([tower.context.index for tower in replicas])))
+    for turn, end in enumerate(ends):
+        np.savez("%s/%d_%d" % (folder, workers.rank, turn), **{name.replace("/", "|"): value for name, value in end.items()})
+
+
+def plain(folder, averaged):
+    """A graph without towers, written as for one process; each worker has another number of examples."""
+    workers = towers.workers.connect(time_limit=60)
+    x = examples(12)[0][[slice(0, 3), slice(3, 12)][workers.rank] if workers.size > 1 else slice(None)]
+    optimizer, weight = tf.train.AdamOptimizer(0.01), tf.constant(len(x))
+    loss = plain_loss(tf.constant(x), seed=workers.rank)
+    step = tf.train.get_or_create_global_step()
+    if averaged == "compute":
+        optimizer = workers.optimizer(optimizer, weight)
+        pairs = optimizer.compute_gradients(loss)
+        clipped, _ = tf.clip_by_global_norm([gradient for gradient, _ in pairs], 0.05)
+        train_op = optimizer.apply_gradients(zip(clipped, [variable for _, variable in pairs]), step)
+    else:  # gradients that compute_gradients never saw
+        optimizer = workers.optimizer(optimizer, weight)
+        train_op = optimizer.apply_gradients(zip(tf.gradients(loss, tf.trainable_variables()), tf.trainable_variables()), step)
+    with tf.train.MonitoredTrainingSession(
+            master=workers.target, config=workers.session_config(), hooks=[workers.hook()], save_checkpoint_steps=3,
+            checkpoint_dir=folder + "/checkpoints" if workers.is_chief else None) as session:
+        for _ in range(3):
+            session.run(train_op)
+        end = session.run({v.op.name: v for v in tf.global_variables()})
+    np.savez("%s/%d" % (folder, workers.rank), **{name.replace("/", "|"): value for name, value in end.items()})
+
+
+def plain_loss(x, seed=0):
+    """Returns a mean over examples of dense and of sparse variables."""
+    h = tf.matmul(x, tf.get_variable("w", [6, 5], tf.float64, normal(seed)))
+    rows = tf.get_variable("rows", [9, 5], tf.float64, normal(seed + 1))
+    return tf.reduce_mean(tf.square(tf.tanh(h) - tf.gather(rows, tf.cast(tf.abs(x[:, 1]) / 2, tf.int32))))
+
+
+def reductions(folder):
+    """Sums of every dtype, their gradients, and what each has of what differs in shape."""
+    workers = towers.workers.connect(time_limit=60)
+    found, mine = {}, workers.rank + 1
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8):
+        found[dtype.name] = tf.cast(workers.all_reduce(tf.cast([mine, 2 * mine], dtype)), tf.float64)
+    x = tf.constant(float(mine))
+    found["mean"] = workers.all_reduce(x, "mean")
+    # Worker w's loss is (w + 1) (sum x)^2: its gradient by every x is 2 (w + 1) sum x.
+    found["gradient"], = tf.gradients(mine * workers.all_reduce(x) ** 2, x)
+    found["second"], = tf.gradients(tf.gradients(workers.all_reduce(x) ** 3, x), x)
+    with workers.session() as session:
+        values = session.run(found)
+    np.savez("%s/%d" % (folder, workers.rank), told=json.dumps(workers.tell_all({"rank": workers.rank, "long": "x" * mine * 5})),
+             **values)
+
+
+def fail(what):
+    """Workers that differ, or forget."""
+    workers = towers.workers.connect(time_limit=60)
+    builder = towers.TowerBuilder(["/cpu:0"], workers=workers)
+    second = workers.rank == 1
+
+    def model_fn(x):
+        x *= tf.get_variable("scale", [6], tf.float64)
+        if what == "exchange" and second:
+            x = towers.all_reduce(x)
+        if what == "gradients":
+            x *= tf.get_variable("other", [6], tf.float64)
+        if what == "variable":
+            x *= tf.get_variable("b%d" % workers.rank, [6], tf.float64)
+        if what == "momentum":
+            x = tf_syncbn.sync_batch_norm(x, momentum=0.9 + 0.01 * workers.rank)
+        if what in ("state", "random"):
+            v = tf.get_variable("state", [], tf.float64, trainable=False)
+            x *= tf.assign(v, tf.reduce_sum(x) if what == "state" else tf.random_uniform([], dtype=tf.float64))
+        if what == "all":
+            v = tf.get_variable("average", [], tf.float64, trainable=False)
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(v, tf.reduce_mean(x)))
+        return tf.reduce_mean(x ** 2)
+
+    try:
+        replicas = builder.build(model_fn, tf.constant(examples(4)[0]))
+        variables = tf.trainable_variables()
+        if what == "loss":
+            tf.gradients(replicas.loss, variables)
+        train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all" if what == "all" else "first",
+                                   var_list=variables[:1] if what == "gradients" and second else None)
+        broadcast = workers.broadcast_variables()
+        with workers.session() as session:
+            session.run(tf.global_variables_initializer())
+            if what != "forget":
+                session.run(broadcast)
+            session.run(train_op)
+    except (ValueError, tf.errors.OpError) as error:
+        print("refused: %s" % " ".join(str(error).split()))
+
+
+def connect(time_limit, seconds_late=0):
+    """Connects, some of the workers late."""
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    time.sleep(float(seconds_late) * index)
+    try:
+        workers = towers.workers.connect(time_limit=float(time_limit))
+        print("connected to %s" % workers.tell_all(workers.rank))
+    except RuntimeError as error:
+        print("refused: %s" % error)
+
+
+def wait(what, time_limit):
+    """One of the workers ends, stops, or runs other steps."""
+    workers = towers.workers.connect(time_limit=float(time_limit))
+    total = workers.all_reduce(tf.constant(1.0))
+    with workers.session() as session:
+        for step in range(10):
+            if workers.rank == 1 and step == 5:
+                print("is here", flush=True)
+                if what == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if what == "sleep":
+                    signal.pause()
+            session.run(total)
+    print("done")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
