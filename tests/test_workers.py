@@ -55,6 +55,18 @@ def test_workers_train_as_one_tower_on_the_whole_batch(tmp_path, num_workers, si
     assert_equal(ends[0], dict(after, losses=losses), 1e-9)
 
 
+def test_workers_train_many_steps_in_one_call_and_a_second_session_begins_anew(tmp_path):
+    sizes = [3, 1, 4, 2]
+    succeed(run_workers(2, "repeat", tmp_path, json.dumps(sizes)))
+    found = [saved(tmp_path / ("%d.npz" % rank)) for rank in range(2)]
+    outputs = worker_programs.model()(*map(tf.constant, worker_programs.examples(10)))
+    losses, _, after = train_plainly(outputs["loss"], tf.train.MomentumOptimizer(0.01, 0.9), 5)
+    assert_equal(found[0], dict(after, losses=losses), 1e-9)
+    for name, value in found[0].items():
+        np.testing.assert_array_equal(value, found[1][name], name)
+    assert found[0]["left"] == len(after)
+
+
 @pytest.mark.parametrize("update_ops", ["first", "last"])
 def test_two_workers_with_two_towers_are_four_towers(tmp_path, update_ops):
     sizes = [3, 1, 4, 2]

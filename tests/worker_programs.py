@@ -99,6 +99,30 @@ def train(folder, which, sizes, known, update_ops="first"):
         np.savez("%s/%d_%d" % (folder, workers.rank, turn), **{name.replace("/", "|"): value for name, value in end.items()})
 
 
+def repeat(folder, sizes):
+    """Trains five steps in one call, and by a second session asks whether it has variables of the first."""
+    sizes = json.loads(sizes)
+    workers = towers.workers.connect(devices=cpus(4), time_limit=60)
+
+    def step():
+        builder = towers.TowerBuilder(cpus(len(sizes) // workers.size), workers=workers)
+        replicas = builder.build(model(seed=10 * workers.rank), batches(workers, sizes, True))
+        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9))
+        with tf.control_dependencies([train_op]):
+            return tf.identity(replicas.loss)
+
+    losses = towers.repeat(step, 5)
+    broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
+    with workers.session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(broadcast)
+        values = {"losses": session.run(losses)}
+        values.update(session.run(variables))
+    with workers.session() as session:
+        values["left"] = len(session.run(tf.report_uninitialized_variables()))
+    np.savez("%s/%d" % (folder, workers.rank), **{name.replace("/", "|"): value for name, value in values.items()})
+
+
 def plain(folder, averaged):
     """A graph without towers, written as for one process; each worker has another number of examples."""
     workers = towers.workers.connect(time_limit=60)

@@ -76,6 +76,7 @@ class Workers:
         if self.size > 1:
             self._config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
             self._config.device_filters.append("/job:worker/task:%d" % self.rank)
+            self._config.isolate_session_state = True  # a server's sessions would share their variables
             self._serve()
 
     def __repr__(self):
