@@ -35,11 +35,13 @@ def assert_equal(found, expected, tolerance):
         np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("num_workers,sizes,known", [(2, [5, 2], True), (2, [3, 1, 4, 2], True), (3, [2, 5, 1], False),
-                                                     (3, [3, 0, 4, 2, 1, 2], False)])
-def test_workers_train_as_one_tower_on_the_whole_batch(tmp_path, num_workers, sizes, known):
-    succeed(run_workers(num_workers, "train", tmp_path, "whole", json.dumps(sizes), known))
-    ends = [saved(tmp_path / ("%d_0.npz" % rank)) for rank in range(num_workers)]
+@pytest.mark.parametrize("sizes,known", [
+    ([[5], [2]], True), ([[3, 1], [4, 2]], True), ([[2], [5], [1]], False), ([[3, 0], [4, 2], [1, 2]], False),
+    ([[4], [3, 2]], True)])  # a list over workers of their towers' batches
+def test_workers_train_as_one_tower_on_the_whole_batch(tmp_path, sizes, known):
+    succeed(run_workers(len(sizes), "train", tmp_path, "whole", json.dumps(sizes), known))
+    ends = [saved(tmp_path / ("%d_0.npz" % rank)) for rank in range(len(sizes))]
+    sizes = sum(sizes, [])
     for rank, end in enumerate(ends):
         again = saved(tmp_path / ("%d_1.npz" % rank))
         for name, value in end.items():
@@ -56,8 +58,7 @@ def test_workers_train_as_one_tower_on_the_whole_batch(tmp_path, num_workers, si
 
 
 def test_workers_train_many_steps_in_one_call_and_a_second_session_begins_anew(tmp_path):
-    sizes = [3, 1, 4, 2]
-    succeed(run_workers(2, "repeat", tmp_path, json.dumps(sizes)))
+    succeed(run_workers(2, "repeat", tmp_path, "[[3, 1], [4, 2]]"))
     found = [saved(tmp_path / ("%d.npz" % rank)) for rank in range(2)]
     outputs = worker_programs.model()(*map(tf.constant, worker_programs.examples(10)))
     losses, _, after = train_plainly(outputs["loss"], tf.train.MomentumOptimizer(0.01, 0.9), 5)
@@ -70,7 +71,7 @@ def test_workers_train_many_steps_in_one_call_and_a_second_session_begins_anew(t
 @pytest.mark.parametrize("update_ops", ["first", "last"])
 def test_two_workers_with_two_towers_are_four_towers(tmp_path, update_ops):
     sizes = [3, 1, 4, 2]
-    succeed(run_workers(2, "train", tmp_path, "split", json.dumps(sizes), True, update_ops))
+    succeed(run_workers(2, "train", tmp_path, "split", "[[3, 1], [4, 2]]", True, update_ops))
     x, labels = worker_programs.examples(10)
     ends = np.cumsum([0] + sizes)
     batch = towers.PerTower([(x[a:b], labels[a:b]) for a, b in zip(ends, ends[1:])])

@@ -67,11 +67,11 @@ def split_model(momentum=0.7):
 
 
 def batches(workers, sizes, known):
-    """Returns this worker's towers' batches, where all workers' towers have so many examples each."""
-    count = len(sizes) // workers.size
-    ends = np.cumsum([0] + sizes)
-    x, labels = examples(sum(sizes))
-    rows = [slice(ends[i], ends[i + 1]) for i in range(workers.rank * count, (workers.rank + 1) * count)]
+    """Returns this worker's towers' batches; `sizes` is a list over workers of lists of each tower's number of examples."""
+    before = sum(sum(of_worker) for of_worker in sizes[:workers.rank])
+    ends = np.cumsum([before] + sizes[workers.rank])
+    x, labels = examples(sum(map(sum, sizes)))
+    rows = [slice(begin, end) for begin, end in zip(ends, ends[1:])]
     if known:
         return towers.PerTower([(tf.constant(x[of]), tf.constant(labels[of])) for of in rows])
     return towers.PerTower([(tf.placeholder_with_default(x[of], [None, 6]), tf.placeholder_with_default(labels[of], [None]))
@@ -82,9 +82,8 @@ def train(folder, which, sizes, known, update_ops="first"):
     """Trains twice from the same beginning and saves both ends."""
     sizes, known = json.loads(sizes), known == "True"
     workers = towers.workers.connect(devices=cpus(4), time_limit=60)
-    count = len(sizes) // workers.size
     model_fn = model(seed=10 * workers.rank) if which == "whole" else split_model()
-    replicas = towers.TowerBuilder(cpus(count), workers=workers).build(model_fn, batches(workers, sizes, known))
+    replicas = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers).build(model_fn, batches(workers, sizes, known))
     train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
     broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
     ends = []
@@ -105,7 +104,7 @@ def repeat(folder, sizes):
     workers = towers.workers.connect(devices=cpus(4), time_limit=60)
 
     def step():
-        builder = towers.TowerBuilder(cpus(len(sizes) // workers.size), workers=workers)
+        builder = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers)
         replicas = builder.build(model(seed=10 * workers.rank), batches(workers, sizes, True))
         train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9))
         with tf.control_dependencies([train_op]):

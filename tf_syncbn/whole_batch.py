@@ -164,7 +164,8 @@ def _meet(packed, known, aggregate, results, tower, arguments):
     if tower is None:
         return (None, *aggregate([[packed, known]])[0])
     with tf.name_scope("exchange"):
-        across, shape = Across(lambda left: _whole(left)[0][0], lambda merged: [call(merge_merged, merged)]), tf.TensorShape([None])
+        across = Across(lambda left: _whole(left)[0][0], lambda merged: [call(merge_merged, merged)])
+        shape = tf.TensorShape([None])
         if aggregate is not _whole and tower.meetings.peers is not None:  # groups may lie in several workers: all of it crosses
             packed, known = packed if known is None else tf.concat([tf.constant([known], packed.dtype), packed], 0), None
             across, shape = None, packed.shape
@@ -204,7 +205,7 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
             d_beta, d_gamma, scale = tf.unstack(sums)
             totals = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
             if place is not None:
-                totals = cross_tower_sum_at(place, totals, how.group_size)
+                totals = cross_tower_sum_at(place, totals, how.group_size, unused=2)  # the scale, alike in all towers
         dy, scaled = (None, scaled[0]) if scaled else (dy, None)
         dx, = call_with_gradient(how.kernels.input_gradient, dy, x, *moments, scale, totals, scaled, training, mask,
                                  plain=reference.input_gradient, **options)

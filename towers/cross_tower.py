@@ -91,13 +91,14 @@ def all_gather(tensor, name=None, with_offset=False):
         return (joined, offset) if with_offset else joined
 
 
-def cross_tower_sum_at(place, tensor, group_size=None):
+def cross_tower_sum_at(place, tensor, group_size=None, unused=None):
     """Sums a tensor over towers at a place, with its gradient: what gradients of cross-tower functions are made of.
 
     Args:
       place: from `towers.exchanges.next_place` or `gradient_place`.
       tensor: floating point or integer tensor, of the same shape and dtype in every tower.
       group_size: int, the sum is taken over each group of so many consecutive towers; None is all of them.
+      unused: int, the row of the tensor whose sum nobody uses: between workers it does not cross, and is 0 there.
 
     Returns:
       A tensor of the shape and dtype of `tensor`.
@@ -107,7 +108,14 @@ def cross_tower_sum_at(place, tensor, group_size=None):
         groups = [per_tower[i:i + size] for i in range(0, len(per_tower), size)]
         return [[total] for group in groups for total in [sum_in_order([part for part, in group])] * size]
 
-    across = None if group_size else Across(lambda left: add(left)[0][0])
+    def part(left):
+        total = add(left)[0][0]
+        return total if unused is None else tf.concat([total[:unused], total[unused + 1:]], 0)
+
+    def whole(total):
+        return [total if unused is None else tf.concat([total[:unused], tf.zeros_like(total[:1]), total[unused:]], 0)]
+
+    across = None if group_size else Across(part, whole, of_sum=True)
     total, = meet_at(place, [tensor], add, [(tensor.dtype, tensor.shape)], across=across)
     return pass_with_gradient("TowersSum", [total, tensor], place, group_size)[0]
 

@@ -32,11 +32,12 @@ class Across(NamedTuple):
     Fields:
       part: a function of a list over this worker's towers of lists of contributions, that returns the tensor that crosses, of
         one shape in every worker.
-      whole: a function of these parts, stacked over workers, that returns the list of tensors that each tower gets; None where
-        that is their sum.
+      whole: a function of these parts, stacked over workers, that returns the list of tensors that each tower gets.
+      of_sum: whether `whole` is a function of the sum of the parts instead.
     """
     part: Any
-    whole: Any = None
+    whole: Any
+    of_sum: bool = False
 
 
 class Meetings:

@@ -93,10 +93,9 @@ class Peers:
           A list over this worker's towers of lists of tensors.
         """
         purpose = (self.build,) + purpose
-        if across is not None and across.whole is None:
-            return [[self.collectives.sum(across.part(left), purpose)]] * len(left)
         if across is not None:
-            return [across.whole(self.collectives.join(across.part(left), purpose))] * len(left)
+            cross = self.collectives.sum if across.of_sum else self.collectives.join
+            return [across.whole(cross(across.part(left), purpose))] * len(left)
         columns = []
         for number, column in enumerate(zip(*left)):
             if column[0] is None:  # of what some aggregates know and this one does not
