@@ -148,6 +148,16 @@ def test_a_worker_that_does_not_come_is_named_within_the_time_limit(what, limit,
 
 
 @once
+def test_variables_that_drift_apart_and_draws_that_are_the_same_are_named(tmp_path):
+    for rank, (status, output) in enumerate(run_workers(2, "drift", tmp_path)):
+        assert status == 0, output
+        warned, = re.findall("^warned (.*)$", output, re.MULTILINE)
+        assert re.match(r"\[\[.Every worker draws the same random numbers at 'tower_0/dropout/.*\(seed \+ workers.rank\)\..\], "
+                        r"\[\], \[\]\]", warned), output
+        assert "refused: Workers have other values of the variable 'v': worker 1's are not worker 0's." in output
+
+
+@once
 def test_a_chief_that_never_comes_and_a_port_that_is_taken_are_one_sentence():
     config = cluster(2)[1]
     chief, port = config["cluster"]["worker"][0], int(config["cluster"]["worker"][1].rpartition(":")[2])

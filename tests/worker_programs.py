@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -83,7 +84,8 @@ def train(folder, which, sizes, known, update_ops="first"):
     sizes, known = json.loads(sizes), known == "True"
     workers = towers.workers.connect(devices=cpus(4), time_limit=60)
     model_fn = model(seed=10 * workers.rank) if which == "whole" else split_model()
-    replicas = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers).build(model_fn, batches(workers, sizes, known))
+    builder = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers)
+    replicas = builder.build(model_fn, batches(workers, sizes, known))
     train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
     broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
     ends = []
@@ -92,6 +94,7 @@ def train(folder, which, sizes, known, update_ops="first"):
             session.run(tf.global_variables_initializer())
             session.run(broadcast)
             losses = [session.run([replicas.loss, train_op])[0] for _ in range(5)]
+            workers.check_variables(session)
             ends.append(dict(session.run(variables), losses=np.array(losses), weight=session.run(
                 tf.convert_to_tensor(replicas.weight)), index=np.array([tower.context.index for tower in replicas])))
     for turn, end in enumerate(ends):
@@ -209,6 +212,30 @@ def fail(what):
             session.run(train_op)
     except (ValueError, tf.errors.OpError) as error:
         print("refused: %s" % " ".join(str(error).split()))
+
+
+def drift(folder):
+    """Variables that are made equal, and then written in one worker; draws that are the same in all workers, and not."""
+    workers, found = towers.workers.connect(time_limit=60), []
+    for seed in (7, 7 + workers.rank, None):
+        with tf.Graph().as_default(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tf.set_random_seed(seed)
+            builder = towers.TowerBuilder(["/cpu:0"], workers=workers)
+            builder.build(lambda x: tf.reduce_mean(tf.nn.dropout(x, rate=0.5)), tf.ones([4, 6]))
+        found.append([str(each.message) for each in caught if "draw" in str(each.message)])
+    print("warned %r" % (found,))
+    v = tf.get_variable("v", [2], initializer=tf.zeros_initializer())
+    broadcast = workers.broadcast_variables()
+    with workers.session() as session:
+        session.run(tf.global_variables_initializer())
+        session.run(broadcast)
+        workers.check_variables(session)
+        session.run(tf.assign(v, [0.0, float(workers.rank)]))
+        try:
+            workers.check_variables(session)
+        except ValueError as error:
+            print("refused: %s" % error)
 
 
 def connect(time_limit, seconds_late=0):

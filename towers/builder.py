@@ -232,6 +232,7 @@ class TowerBuilder:
             weights, total = shares([tower.weight for tower in towers], self.aggregation_device, build.peers)
             if build.peers is not None:
                 build.peers.check_alike("exchanges", build.described_exchanges())
+                build.peers.warn_of_same_draws(towers)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)

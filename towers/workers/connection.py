@@ -1,6 +1,7 @@
 """`connect()`: this process as one of the workers that train together, on TensorFlow's own distributed runtime."""
 import json
 import time
+import zlib
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -211,6 +212,25 @@ class Workers:
         padded = np.frombuffer(text.ljust((max(sizes) + 7) // 8 * 8), np.int64)  # by spaces, which JSON takes
         told = self._run_once(lambda: self.collectives.join(tf.constant(padded), (turn, "text")), what)
         return [json.loads(row.tobytes().decode()) for row in told]
+
+    def check_variables(self, session, variables=None):
+        """Raises `ValueError` in every worker where their variables are not equal to the bit, and names the first that differs.
+
+        Every worker has to call it at the same step: it compares digests, and costs a read of all variables.
+
+        Args:
+          session: `tf.Session` of this worker.
+          variables: list of variables, alike in every worker; None is all global variables.
+        """
+        variables = tf.global_variables() if variables is None else list(variables)
+        values = session.run([variable.read_value() for variable in variables])
+        digests = [[v.op.name, zlib.crc32(np.ascontiguousarray(value).tobytes())] for v, value in zip(variables, values)]
+        told = self.tell_all(digests, "comparing variables")
+        for rank, others in enumerate(told):
+            for (name, digest), (_, of_chief) in zip(others, told[0]):
+                if digest != of_chief:
+                    raise ValueError("Workers have other values of the variable %r: worker %d's are not worker 0's. Something "
+                                     "writes it in some workers only, or of their own data." % (name, rank))
 
     def check_alike(self, what, items):
         """Compares what workers have, and names the first difference.

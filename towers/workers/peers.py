@@ -3,12 +3,17 @@
 Each worker's graph holds its own towers. Where they meet, what they left is combined first; what that came to crosses between the
 workers once, whatever the number of towers, and every worker computes the same of it.
 """
+import warnings
+
 import tensorflow.compat.v1 as tf
 
+from towers.graph_walk import ancestors
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start, copied
 
 __all__ = ["Peers"]
+
+_DRAWING = ("Random", "TruncatedNormal", "ParameterizedTruncatedNormal", "Multinomial")
 
 
 class Peers:
@@ -42,6 +47,23 @@ class Peers:
     def check_alike(self, what, items):
         """Raises `ValueError` in every worker where not all of them call this with the same list of str, and names the first."""
         self.workers.check_alike(what, items)
+
+    def warn_of_same_draws(self, towers):
+        """Warns where a random op of this worker's towers, such as dropout's, draws what another worker's draws.
+
+        Args:
+          towers: list of `towers.builder.Tower`.
+        """
+        needed = ancestors([leaf for tower in towers for leaf in tf.nest.flatten(tower.outputs, expand_composites=True)
+                            if hasattr(leaf, "op")], within={op for tower in towers for op in tower.ops})
+        drawing = sorted((op for op in needed if op.type.startswith(_DRAWING)), key=lambda op: op.name)
+        seeds = [[op.get_attr("seed"), op.get_attr("seed2")] for op in drawing]
+        told = self.workers.tell_all(seeds, "building its towers")
+        for op, seed in zip(drawing, seeds):
+            if any(seed) and any(seed in others for rank, others in enumerate(told) if rank != self.workers.rank):
+                warnings.warn("Every worker draws the same random numbers at %r. Give each seeds of its own: "
+                              "tf.set_random_seed(seed + workers.rank)." % op.name, stacklevel=4)
+                return
 
     def average(self, sums, variables):
         """Averages gradients over all towers of all workers.
