@@ -130,7 +130,7 @@ def test_each_lane_of_the_markers_has_a_block():
 def test_names_and_modules_that_pages_mention_exist():
     for path in PAGES:
         text = path.read_text(encoding="utf-8")
-        for name in set(re.findall(r"\b(?:towers|tf_syncbn)(?:\.[A-Za-z_]\w*)+", text)):
+        for name in set(re.findall(r"\b(?:towers|tf_syncbn)(?!\.md\b)(?:\.[A-Za-z_]\w*)+", text)):
             find(name)
 
 
@@ -145,9 +145,21 @@ def find(name):
     return found
 
 
-def test_links_within_a_page_lead_to_its_headings():
-    for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        headings = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-                    for heading in re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.M)}
-        assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings
+def headings_of(path):
+    """Returns the anchors that a page's headings have."""
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.+)$", _FENCE.sub("", path.read_text(encoding="utf-8")), re.M)}
+
+
+@pytest.mark.parametrize("path", PAGES + [ROOT / "README.md"], ids=lambda path: path.name)
+def test_links_lead_to_files_and_their_headings(path):
+    links = re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)", _FENCE.sub("", path.read_text(encoding="utf-8")))
+    for name, heading in links:
+        target = path.parent / name if name else path
+        assert target.exists(), name
+        assert not heading or heading in headings_of(target), (name, heading)
+
+
+def test_each_package_has_a_page_that_other_pages_lead_to():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all("](docs/%s.md" % name in readme for name in ("towers", "tf_syncbn"))

@@ -515,8 +515,9 @@ def test_arguments_that_are_none_are_refused():
             ("update_ops is one of", ValueError, {"update_ops": "some"}),
             ("convert has to be a function", TypeError, {"convert": 3}),
             ("weight has to be a function", TypeError, {"weight": 3}),
-            ("A transform has to be a function", TypeError, {"transforms": [3]}),
-            ("towers.accumulate holds back the step itself", ValueError, {"transforms": [towers.accumulate(2)]})]:
+            ("A transform is a function of", TypeError, {"transforms": [3]}),
+            ("towers.accumulate averages the gradients of its batches, and the loss is a sum", ValueError,
+             {"transforms": [towers.accumulate(2)], "loss_reduction": tf.losses.Reduction.SUM})]:
         with pytest.raises(error, match=words):
             towers.replicate_model_fn(spec_with(), devices=cpus(2), **kwargs)
     with pytest.raises(TypeError, match="model_fn has to be a function, not 3"):

@@ -284,6 +284,19 @@ def test_state_of_any_kind_is_the_one_that_it_is_without_the_loop():
     assert list(results["words"]) == [b"1", b"2", b"3", b"4"] and len(np.unique(results["draw"])) == 8
 
 
+def test_results_that_are_variables_or_assignments_are_those_of_their_own_step():
+    def step():
+        count = tf.assign_add(counter(), 1)
+        vector = tf.get_variable("vector", [2], initializer=tf.zeros_initializer())
+        word = tf.get_variable("word", [], tf.string, initializer=tf.constant_initializer("a"), trainable=False)
+        with tf.control_dependencies([tf.assign(word, tf.strings.join([word.read_value(), "b"]))]):
+            return {"count": count, "vector": tf.assign_add(vector, [1.0, 2.0]), "read": word.read_value()}
+
+    results = assert_same(step, num_steps=3)
+    assert list(results["count"]) == [1, 2, 3] and list(results["read"]) == [b"ab", b"abb", b"abbb"]
+    np.testing.assert_array_equal(results["vector"], [[1, 2], [2, 4], [3, 6]])
+
+
 def test_a_table_that_is_filled_outside_of_the_loop_is_read_in_it():
     table, number = dense_table(), next_number()
     keys = tf.range(3, dtype=tf.int64)
@@ -447,7 +460,7 @@ def test_what_is_no_result_is_refused(returned, error, words):
 
 
 def test_a_step_that_is_no_function_is_refused_with_the_cure():
-    with pytest.raises(TypeError, match="without arguments that builds a step, not .*: for what is built already `lambda: "):
+    with pytest.raises(TypeError, match="that builds a step, or a list of .*, not .*: for what is built already `lambda: "):
         towers.repeat(tf.constant(1), 2)
 
 

@@ -6,7 +6,7 @@ bits that the original would.
 """
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import CALLS, ancestors, is_ref
+from towers.graph_walk import CALLS, ancestors, is_ref, op_of
 from towers.private import take_in
 
 __all__ = ["GraphCopy"]
@@ -23,28 +23,31 @@ class GraphCopy:
 
     Args:
       ends: list of tensors and operations of one graph, outside of any tf.cond, tf.while_loop and tf.function.
+      elsewhere: set of operations that another copy holds.
 
     Attributes:
+      graph: `tf.Graph`.
       ops: list of operations, those that are copied.
 
     Raises:
       ValueError: for a `tf.placeholder_with_default` whose default changes from run to run.
     """
 
-    def __init__(self, ends):
-        self._ends, self._graph = ends, ends[0].graph
-        self._outside = {op for op in ancestors(ends) if _stays(op)}
+    def __init__(self, ends, elsewhere=()):
+        self._ends, self.graph, self._elsewhere = ends, ends[0].graph, set(elsewhere)
+        self._outside = {op for op in ancestors(ends) if _stays(op)} | self._elsewhere
         copied = ancestors(ends, stop=self._outside)
-        self.ops = [op for op in self._graph.get_operations() if op in copied]
+        self.ops = [op for op in self.graph.get_operations() if op in copied]
 
-    def make(self, name):
+    def make(self, name, given=None):
         """Copies the ops to where ops are made now.
 
         Args:
           name: str, the name scope of the copies.
+          given: dict from the names of tensors that another copy holds to those of that copy, whose ops have run.
 
         Returns:
-          A list, what stands for each of the ends.
+          A list, what stands for each of the ends; an operation that does nothing for one that another copy holds.
 
         Raises:
           ValueError: if that is a graph of its own, as loops of control flow 2 are, and a ref variable would have to be taken in.
@@ -56,14 +59,19 @@ class GraphCopy:
             if op.type in _EXITS:
                 behind = graph_def.node.add(name=op.name + _BEHIND, op="Identity", input=[op.name], device=op.device)
                 behind.attr["T"].CopyFrom(node.attr["T"])
-        taken = {tensor.name: _taken_in(tensor) for op in self.ops for tensor in op.inputs if tensor.op in self._outside}
+        given = given or {}
+        taken = {tensor.name: _taken_in(given.get(tensor.name, tensor))
+                 for op in self.ops for tensor in op.inputs if tensor.op in self._outside}
+        there = [end for end in self._ends if op_of(end) not in self._elsewhere]
         ends = [_when_done(end) if isinstance(end, tf.Operation) else "%s:%d" % (_when_done(end.op), end.value_index)
-                for end in self._ends]
+                for end in there]
         with tf.device(None):  # each has its own
-            return tf.import_graph_def(graph_def, taken, ends, name=name)
+            made = iter(tf.import_graph_def(graph_def, taken, ends, name=name))
+        return [next(made) if op_of(end) not in self._elsewhere else tf.no_op() if isinstance(end, tf.Operation)
+                else tf.identity(_taken_in(given[end.name])) for end in self._ends]
 
     def _definition_without_nodes(self):
-        whole, found = self._graph.as_graph_def(from_version=self._graph.version), tf.GraphDef()
+        whole, found = self.graph.as_graph_def(from_version=self.graph.version), tf.GraphDef()
         found.versions.CopyFrom(whole.versions)
         found.library.CopyFrom(whole.library)
         return found

@@ -21,7 +21,7 @@ from towers.inner_training import applies_gradients
 from towers.meetings import Meetings
 from towers.placement import HOST, session_config
 from towers.private import control_flow_of
-from towers.transforms import Transform
+from towers.transforms import Transform, check_transforms
 from towers.turns import TowerMismatchError
 from towers.update_ops import POLICIES
 
@@ -54,8 +54,10 @@ def replicate_model_fn(model_fn, loss_reduction=tf.losses.Reduction.SUM_BY_NONZE
       update_ops: which towers' update ops run in a step: "first", "all" or "last", see `towers.collect_update_ops`, whether or
         not the model function makes its train op wait for them. "none" leaves that to the model function: of tower 0's those
         run that the train op waits for.
-      transforms: functions of a list of averaged (gradient, variable) that return such a list, before the model function's own:
-        `towers.clip_by_global_norm`, `clip_by_value`, `check_finite`, and yours.
+      transforms: what becomes of averaged gradients before the model function gets them, as for `towers.minimize`. In batches in
+        which `towers.accumulate` or `scale_loss` let nothing be trained, what the model function makes its train op run beside
+        or after the step runs all the same. These two and `mask_gradients` want a model function of one step, and `accumulate`,
+        and what comes behind `scale_loss` in the list, one that calls `minimize`.
       convert: a function of a model function that returns another, `tf_syncbn.convert_model` say, or None.
       weight: a function of a tower's features and labels that returns what its loss is a mean over, where that is not all its
         examples: the number of valid ones. None is the number of examples.
@@ -66,7 +68,8 @@ def replicate_model_fn(model_fn, loss_reduction=tf.losses.Reduction.SUM_BY_NONZE
       `TowerBuilder.build` does:
       TypeError: where the model function returns no `EstimatorSpec`.
       ValueError: where its train op is not of a `TowerOptimizer`; where the Session of the `RunConfig` lacks the towers' CPU
-        devices; for a metric that would not count examples; for a Saver that was made before the optimizer's variables.
+        devices; for a metric that would not count examples; for a Saver that was made before the optimizer's variables; for
+        transforms that the model function's steps can't have.
 
     Raises:
       RuntimeError: where this TensorFlow has no tf.estimator.
@@ -222,14 +225,14 @@ def _check_estimator():
 
 def _check_arguments(model_fn, loss_reduction, update_ops, transforms, convert, weight):
     """Returns the names of the model function's arguments; raises TypeError or ValueError for arguments that are none."""
-    refused = [transform.name for transform in transforms if isinstance(transform, Transform)]
-    if refused:
-        raise ValueError("replicate_model_fn takes functions of gradients as transforms, and towers.%s holds back the step "
-                         "itself: train by towers.minimize." % refused[0])
-    for name, function in [("model_fn", model_fn), ("convert", convert), ("weight", weight)] + [
-            ("A transform", transform) for transform in transforms]:
-        if not callable(function) and (function is not None or name not in ("convert", "weight")):
+    for name, function in [("model_fn", model_fn), ("convert", convert), ("weight", weight)]:
+        if not callable(function) and (function is not None or name == "model_fn"):
             raise TypeError("%s has to be a function, not %r." % (name, function))
+    check_transforms(transforms)
+    names = [transform.name for transform in transforms if isinstance(transform, Transform)]
+    if loss_reduction == tf.losses.Reduction.SUM and "accumulate" in names:
+        raise ValueError("towers.accumulate averages the gradients of its batches, and the loss is a sum over examples, by "
+                         "loss_reduction: make it a mean, tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS.")
     known = set(tf.losses.Reduction.all()) - {tf.losses.Reduction.NONE}
     if loss_reduction not in known:
         raise ValueError("loss_reduction is one of tf.losses.Reduction but NONE, %s, not %r." % (sorted(known), loss_reduction))

@@ -1,16 +1,17 @@
 """The training steps that model functions asked for by `towers.TowerOptimizer`, built once for all towers.
 
 Every loss is differentiated and averaged over towers before any step of the same train op is applied, unless the model function
-computes it after a step. The op that stands for a step then waits for the real one, in every tower.
+computes it after a step. The op that stands for a step then waits for the real one, in every tower. A train op of one step may
+have transforms that hold it back: these take the place of both, the averaging's end and the step.
 """
 import tensorflow.compat.v1 as tf
 
 from towers.estimators.gradient_forms import DENSE, NONE, SPARSE
 from towers.estimators.own_data import takes_own_data
-from towers.gradients import average_gradients, compute_gradients
+from towers.gradients import average_gradients, scaled_gradients
 from towers.graph_walk import ancestors, descendants, op_of
-from towers.private import rewire, run_after
-from towers.transforms import mapped
+from towers.private import control_flow_of, rewire, run_after
+from towers.transforms import Step, Transform, begin, mapped
 from towers.update_ops import collect_update_ops
 
 __all__ = ["build_train_op", "leaves_of_group"]
@@ -26,19 +27,20 @@ def build_train_op(replicas, asked, train_ops, update_ops, transforms):
       train_ops: list over towers of what the model functions returned as their train op.
       update_ops: "first", "all", "last" or "none", see `collect_update_ops`. Under "none" those of tower 0 run that its step or
         train op waits for.
-      transforms: functions of a list of averaged (gradient, variable) that return such a list.
+      transforms: functions of a list of averaged (gradient, variable) that return such a list, and `Transform`s.
 
     Returns:
       An operation.
 
     Raises:
       ValueError: where gradients are of another form than a model function was told; where two steps of a train op train one
-        variable in no order; where an optimizer's arguments are made of one tower's own data.
+        variable in no order; where an optimizer's arguments are made of one tower's own data; for a `Transform` where there is
+        more than one step, or where the model function was handed gradients that it makes in some steps only.
     """
     build = _Steps(replicas, asked, train_ops, collect_update_ops(replicas, update_ops), transforms)
     if update_ops == "none":
         build.updates = build.updates_waited_for(train_ops[0])
-    build.check_order()
+    build.check_steps()
     for number in range(len(build.first.passes)):
         build.average(number)
     for number in range(len(build.first.steps)):
@@ -65,6 +67,8 @@ class _Steps:
         self._replicas, self._asked, self._transforms = replicas, asked, transforms
         self.first, self.updates, self._waited = asked[0], updates, set()
         self._averaged = {}  # number of a pass -> list of averaged (gradient, variable)
+        self._finish = None  # of transforms that hold back the step, see `towers.transforms.begin`
+        self._holding = ", ".join("towers." + each.name for each in transforms if isinstance(each, Transform))
         dones = [[of_tower.steps[i].done for of_tower in asked] for i in range(len(self.first.steps))]
         self._behind = [descendants(of_step) for of_step in dones]  # what runs after a step, by the model functions' account
         reached = ancestors([op_of(train_ops[0])], within=set(replicas[0].ops) | {op_of(train_ops[0])})
@@ -84,8 +88,13 @@ class _Steps:
     def _after_losses(self, number):
         return {i for tower in self._replicas for i in self._after(tower.outputs["losses"][number])}
 
-    def check_order(self):
-        """Refuses two steps of one train op that train the same variable in no order."""
+    def check_steps(self):
+        """Refuses two steps of one train op that train the same variable in no order, and two that are held back."""
+        if self._holding and len(self.first.passes) + len(self.first.steps) > 2:
+            raise ValueError(
+                "replicate_model_fn: %s among the transforms hold back a step, and the model function asks its TowerOptimizers "
+                "for %d steps by %d losses, where one is known: make it one, or train by towers.minimize, which takes "
+                "transforms for each step." % (self._holding, len(self.first.steps), len(self.first.passes)))
         for later in self._runs:
             step, trained = self.first.steps[later], self._trained(later)
             before = {i for op in step.waits for i in self._after(op)}
@@ -112,10 +121,13 @@ class _Steps:
         waits = [op for i in steps for op in self._waits(i) if self._after(op) <= may_wait]
         updates = [update for update in self.updates if self._after(update) <= may_wait]
         self._waited.update(map(op_of, updates))
-        tower_grads = compute_gradients(self._replicas, made.optimizer, made.variables, losses)
+        factors = []
+        if self._holding:
+            factors, self._finish = begin(self._transforms, Step(self._replicas, updates))
+        tower_grads = scaled_gradients(self._replicas, made.optimizer, made.variables, losses, factors)
         grads = average_gradients(self._replicas, tower_grads, updates + waits, losses)
-        self._averaged[number] = grads = mapped(self._transforms, grads)
-        if made.gradients is not None:
+        self._averaged[number] = grads = grads if self._holding else mapped(self._transforms, grads)
+        if made.gradients is not None and not self._holding:
             self._wire(number, grads)
 
     def _waits(self, number):
@@ -145,35 +157,62 @@ class _Steps:
         """Applies the gradients of a step, and lets what stands for it in the towers wait for that."""
         step = self.first.steps[number]
         grads = self._averaged[step.passes[0]] if step.gradients is None else step.gradients
-        waits = [op for gradient, _ in grads for op in _ops_of(gradient)]
+        first_op = len(tf.get_default_graph().get_operations())
+        if self._holding:
+            averaged = self._averaged[step.passes[0]]
+            applied = self._finish(averaged, lambda transformed: self._apply_held_back(step, transformed))
+            handed_in = _all_ops_of(averaged + grads) + [op_of(self._replicas.weight)]
+        else:
+            with tf.control_dependencies(self._before(number, grads)):
+                applied = _applied(step, grads)
+            handed_in = _all_ops_of(grads)
+        self._check_arguments(step, set(handed_in), first_op)
+        for asked in self._asked:
+            run_after(asked.steps[number].done, [op_of(applied)])
+
+    def _before(self, number, grads):
+        """Returns the ops that the step that applies `grads` waits for."""
+        step = self.first.steps[number]
+        waits = _all_ops_of(grads)
         for other, averaged in self._averaged.items():
             uses = other in step.passes
             together = number in self._runs and any(other in self.first.steps[i].passes for i in self._runs)
             if uses or together and number not in self._after_losses(other):
-                waits += [op for gradient, _ in averaged for op in _ops_of(gradient)]
+                waits += _all_ops_of(averaged)
         waits += [op for op in self._waits(number) if self._after(op)]
-        waits += [op for op in leaves_of_group(step.waits, self._dones) if op in self._dones]
-        first_op = len(tf.get_default_graph().get_operations())
-        scope = step.variable_scope
-        scope = tf.VariableScope(reuse=scope.reuse, name=scope.name, use_resource=scope.use_resource)
-        with tf.control_dependencies(waits), tf.variable_scope(scope, auxiliary_name_scope=False):
-            with tf.name_scope(step.name_scope or None):
-                applied = step.optimizer.apply_gradients(grads, step.global_step, step.name)
-        self._check_arguments(step, grads, first_op)
-        for asked in self._asked:
-            run_after(asked.steps[number].done, [op_of(applied)])
+        return waits + [op for op in leaves_of_group(step.waits, self._dones) if op in self._dones]
 
-    def _check_arguments(self, step, grads, first_op):
-        """Refuses an optimizer whose learning rate, say, is made of tower 0's own data."""
-        tower, handed_in = self._replicas[0], {op for gradient, _ in grads for op in _ops_of(gradient)}
-        made = set(tf.get_default_graph().get_operations()[first_op:])
-        for op in made:
-            taken = [t.op for t in op.inputs if t.op not in made and t.op not in handed_in]
-            if takes_own_data(taken, tower.context, stop=handed_in):
+    def _apply_held_back(self, step, grads):
+        """Applies the gradients of the one step where its transforms let it happen, in a tf.cond of theirs maybe."""
+        if step.gradients is not None:
+            with tf.init_scope():
+                self._check_outside(grads)
+                self._wire(step.passes[0], grads)
+            grads = step.gradients
+        gradients, variables = zip(*grads)
+        return _applied(step, zip(tf.tuple(gradients), variables))  # none is applied before all are there
+
+    def _check_outside(self, grads):
+        """Refuses gradients that are made in a tf.cond only, where what the model function does to them stands outside."""
+        graph = tf.get_default_graph()
+        for op in _all_ops_of(grads):
+            if op.graph is not graph or control_flow_of(op) is not None:
                 raise ValueError(
-                    "The optimizer %s is given a learning rate or another argument (%r) that is made of tower 0's own part of "
-                    "the batch: make it of all towers' by towers.all_reduce."
-                    % (type(step.optimizer).__name__, next(op.name for op in taken if takes_own_data([op], tower.context))))
+                    "replicate_model_fn: the model function takes gradients by compute_gradients, in every step, and transforms "
+                    "(%s) make them only in the steps that train. Let it call minimize of the TowerOptimizer, and hand what it "
+                    "does to gradients in as transforms, behind these." % self._holding)
+
+    def _check_arguments(self, step, handed_in, first_op):
+        """Refuses an optimizer whose learning rate, say, is made of tower 0's own data."""
+        tower = self._replicas[0]
+        made = tf.get_default_graph().get_operations()[first_op:]
+        left_out = handed_in.union(made)
+        taken = [op for op in dict.fromkeys(tensor.op for op in made for tensor in op.inputs) if op not in left_out]
+        if takes_own_data(taken, tower.context, stop=handed_in):
+            own = next(op.name for op in taken if takes_own_data([op], tower.context, stop=handed_in))
+            raise ValueError(
+                "The optimizer %s is given a learning rate or another argument (%r) that is made of tower 0's own part of the "
+                "batch: make it of all towers' by towers.all_reduce." % (type(step.optimizer).__name__, own))
 
     def train_op(self):
         """Returns the op that runs all that the model functions' train ops run."""
@@ -187,5 +226,17 @@ def _form(gradient):
     return NONE if gradient is None else SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
 
 
-def _ops_of(gradient):
-    return [gradient.values.op, gradient.indices.op] if isinstance(gradient, tf.IndexedSlices) else [gradient.op]
+def _applied(step, grads):
+    """Lets the optimizer of a step apply gradients, in the scopes of the model function's call."""
+    scope = step.variable_scope
+    scope = tf.VariableScope(reuse=scope.reuse, name=scope.name, use_resource=scope.use_resource)
+    with tf.variable_scope(scope, auxiliary_name_scope=False), tf.name_scope(step.name_scope or None):
+        return step.optimizer.apply_gradients(grads, step.global_step, step.name)
+
+
+def _all_ops_of(grads):
+    """Returns the ops of the gradients of a list of (gradient, variable), None among them left out."""
+    tensors = []
+    for gradient, _ in grads:
+        tensors += [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
+    return [tensor.op for tensor in tensors if tensor is not None]
