@@ -25,6 +25,8 @@ def probe(address, patience=_PATIENCE):
     host, _, port = address.rpartition(":")
     try:
         with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), patience)) as connection:
+            if connection.getsockname() == connection.getpeername():  # as the kernel may choose where nobody listens
+                return GONE
             connection.sendall(_HELLO)
             return ALIVE if connection.recv(1) else GONE
     except socket.timeout:
