@@ -94,9 +94,7 @@ class Watchdog:
             if not any(waiting[0] == what for waiting in self._waiting.values()):  # it came to its end meanwhile
                 return
         if missing:
-            self._end("%s waited %.0f seconds in %s for %s, which %s. Start all workers again, from the last checkpoint." % (
-                self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
-                " and ".join(self._cluster.describe(rank) for rank in missing), found[missing[0]]))
+            self._end_for_want_of(missing, found, what, waited)
         elif over:
             self._end(
                 "%s waited %.0f seconds in %s, the time limit. All others answer (%s), so one of them comes to no such step: "
@@ -104,6 +102,18 @@ class Watchdog:
                 "time_limit."
                 % (self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
                    ", ".join(self._cluster.describe(rank) for rank in self._peers)))
+
+    def end_if_one_has_ended(self, what):
+        """Ends the process where a wait failed because a peer has died: TensorFlow 2 may find it before this does."""
+        found = {rank: probe(self._cluster.addresses[rank]) for rank in self._peers}
+        gone = [rank for rank, state in found.items() if state == GONE]
+        if gone:
+            self._end_for_want_of(gone, found, what, 0.0)
+
+    def _end_for_want_of(self, missing, found, what, waited):
+        self._end("%s waited %.0f seconds in %s for %s, which %s. Start all workers again, from the last checkpoint." % (
+            self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
+            " and ".join(self._cluster.describe(rank) for rank in missing), found[missing[0]]))
 
 
 def _end_process(sentence):
