@@ -19,8 +19,8 @@ train: $(VENV)/ready
 
 # The same on two workers of this machine, which begin again from the last checkpoint if one is killed.
 train-workers: $(VENV)/ready
-	$(RUN) -m towers.launch -n 2 --restarts 3 -m examples.cifar10.train --num-towers 1 --depth 8 --batch-size 64 --epochs 6 \
-		--train-dir $(WORKERS_DIR)
+	$(RUN) -m towers.launch -n 2 --restarts 3 -m examples.cifar10.train --num-towers 1 --depth 14 --batch-size 64 \
+		--epochs 6 --train-dir $(WORKERS_DIR)
 
 # Every benchmark in this lane; leave the machine alone meanwhile.
 bench: $(VENV)/ready

@@ -105,10 +105,13 @@ class Watchdog:
 
     def end_if_one_has_ended(self, what):
         """Ends the process where a wait failed because a peer has died: TensorFlow 2 may find it before this does."""
-        found = {rank: probe(self._cluster.addresses[rank]) for rank in self._peers}
-        gone = [rank for rank, state in found.items() if state == GONE]
-        if gone:
-            self._end_for_want_of(gone, found, what, 0.0)
+        began = time.monotonic()
+        while time.monotonic() - began < _EVERY:  # it may be ending still
+            found = {rank: probe(self._cluster.addresses[rank]) for rank in self._peers}
+            gone = [rank for rank, state in found.items() if state == GONE]
+            if gone:
+                self._end_for_want_of(gone, found, what, time.monotonic() - began)
+            time.sleep(_EVERY / 10)
 
     def _end_for_want_of(self, missing, found, what, waited):
         self._end("%s waited %.0f seconds in %s for %s, which %s. Start all workers again, from the last checkpoint." % (
