@@ -1,4 +1,4 @@
-# `make train`, `make test` and `make bench` do all their set-up: Python and make are enough.
+# `make train`, `make train-workers`, `make test` and `make bench` do all their set-up: Python and make are enough.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -6,15 +6,21 @@ LANES ?= tf1 tf2-keras2 tf2
 # Test processes at a time: TensorFlow builds graphs in Python, on one core each.
 TEST_PROCESSES ?= 2
 TRAIN_DIR ?= runs/generated
+WORKERS_DIR ?= runs/generated-workers
 BENCH_DIR ?= runs/benchmarks
 # With pyenv, the Pythons of all lanes have to be made visible.
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train bench test test-graph test-all lint clean
+.PHONY: train train-workers bench test test-graph test-all lint clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
+
+# The same on two workers of this machine, which begin again from the last checkpoint if one is killed.
+train-workers: $(VENV)/ready
+	$(RUN) -m towers.launch -n 2 --restarts 3 -m examples.cifar10.train --num-towers 1 --depth 14 --batch-size 64 \
+		--epochs 6 --train-dir $(WORKERS_DIR)
 
 # Every benchmark in this lane; leave the machine alone meanwhile.
 bench: $(VENV)/ready

@@ -1,6 +1,7 @@
 """Trains a ResNet on CIFAR-10 over several towers.
 
     python -m examples.cifar10.train --data-dir DATA --num-towers 4
+    python -m towers.launch -n 2 -m examples.cifar10.train --data-dir DATA --num-towers 2    # the same on two workers
 
 Without --data-dir it trains on images made here, which are not CIFAR-10. Running the same command again goes on from the
 last checkpoint in --train-dir. There it leaves checkpoints, TensorBoard summaries, results.json and curve.png.
@@ -9,7 +10,6 @@ import argparse
 import os
 import signal
 import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -19,11 +19,10 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
 from examples.cifar10.checkpoint import (  # noqa: E402
-    UsageError, check_checkpoint, check_folder, check_settings, make_saver, read_history, read_sums, restore, save,
-    saved_checkpoints)
+    UsageError, check_checkpoint, check_settings, make_saver, restore, saved_checkpoints)
 from examples.cifar10.model import resnet  # noqa: E402
-from examples.cifar10.report import (  # noqa: E402
-    EventWriter, Progress, draw_curve, exit_status, read_json, write_json)
+from examples.cifar10.record import NoRecord, Record  # noqa: E402
+from examples.cifar10.report import exit_status  # noqa: E402
 
 EVALUATION_BATCH = 500
 
@@ -39,7 +38,8 @@ def parse_arguments(argv):
     """Returns the settings that the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m examples.cifar10.train", description=__doc__.split("\n\n")[0])
     add_data_arguments(parser)
-    parser.add_argument("--batch-size", type=positive_int, default=128, help="of all towers together (default 128)")
+    parser.add_argument("--batch-size", type=positive_int, default=128,
+                        help="of all towers of all workers together (default 128)")
     parser.add_argument("--sync-bn", dest="sync_bn", action="store_true", default=True,
                         help="batch norm over all towers (the default)")
     parser.add_argument("--no-sync-bn", dest="sync_bn", action="store_false", help="batch norm of each tower alone")
@@ -55,11 +55,7 @@ def parse_arguments(argv):
     parser.add_argument("--weight-decay", type=float, default=1e-4)
     parser.add_argument("--save-every", type=positive_int, default=200, metavar="STEPS", help="default 200")
     parser.add_argument("--seed", type=int, default=0)
-    settings = parser.parse_args(argv)
-    if settings.batch_size < settings.num_towers:
-        raise UsageError("A batch of %d is too small for %d towers: each needs an image."
-                         % (settings.batch_size, settings.num_towers))
-    return settings
+    return parser.parse_args(argv)
 
 
 def add_data_arguments(parser):
@@ -67,7 +63,7 @@ def add_data_arguments(parser):
     parser.add_argument("--data-dir", help="folder of CIFAR-10, binary or Python files")
     parser.add_argument("--download", action="store_true", help="fetch CIFAR-10 into --data-dir if it is not there")
     parser.add_argument("--train-dir", default="runs/cifar10", help="default runs/cifar10")
-    parser.add_argument("--num-towers", type=positive_int, default=2, help="default 2")
+    parser.add_argument("--num-towers", type=positive_int, default=2, help="of each worker (default 2)")
 
 
 def positive_int(text):
@@ -95,28 +91,37 @@ def tower_devices(num_towers):
 
 
 class Training:
-    """The graph: training on towers, and evaluation of the same variables on the same towers.
+    """The graph: training on the towers of all workers, and evaluation of the same variables on this worker's.
 
     Attributes:
-      pipeline, test_pipeline: `data.Pipeline`.
+      workers: `towers.workers.Workers`.
+      data_name: str.
+      who: str, the towers that train.
+      pipeline, test_pipeline: `data.Pipeline`, of this worker's part of each batch, and of the test images.
       global_step: int64 variable.
       train_op, loss, accuracy, summary: what a training step runs.
       correct: bool [b], of the test pipeline's next batch.
-      config: `tf.ConfigProto`.
+      broadcast: op that gives every worker the chief's variables.
     """
 
-    def __init__(self, settings, dataset):
+    def __init__(self, settings, dataset, workers):
         tf.set_random_seed(settings.seed)
-        self.pipeline = data.Pipeline(dataset.train, settings.batch_size, True, settings.seed)
-        self.test_pipeline = data.Pipeline(dataset.test, EVALUATION_BATCH, False)
+        self.workers, self.data_name = workers, dataset.name
+        self.who = "%d towers" % (workers.size * settings.num_towers)
+        self.who += " of %d workers" % workers.size if workers.size > 1 else ""
+        rows = data.rows_of_part(settings.batch_size, workers.rank, workers.size, settings.num_towers)
+        self.pipeline = data.Pipeline(dataset.train, settings.batch_size, True, settings.seed, rows)
+        self._num_test_images = len(dataset.test.labels)
+        self.test_pipeline = data.Pipeline(
+            data.Images(*(values[workers.rank::workers.size] for values in dataset.test)), EVALUATION_BATCH, False)
         self.num_steps = settings.steps or settings.epochs * self.pipeline.steps_an_epoch
         self.global_step = tf.train.get_or_create_global_step()
         try:
             model_fn = resnet(settings.depth, settings.sync_bn, settings.weight_decay)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        builder = towers.TowerBuilder(tower_devices(settings.num_towers))
-        replicas = builder.build(model_fn, self.pipeline.batch)
+        devices = tower_devices(settings.num_towers)
+        replicas = towers.TowerBuilder(devices, workers=workers).build(model_fn, self.pipeline.batch)
         rate = learning_rate(self.global_step, self.num_steps, settings.learning_rate, settings.warmup_steps)
         optimizer = tf.train.MomentumOptimizer(rate, 0.9, use_nesterov=True)
         self.train_op = towers.minimize(replicas, optimizer, settings.update_ops, global_step=self.global_step)
@@ -124,14 +129,23 @@ class Training:
         self.summary = tf.summary.merge_all()
         self.loss, self.accuracy = replicas.loss, replicas.merged()["accuracy"]
         with tf.variable_scope(tf.get_variable_scope(), reuse=True):
-            self.correct = builder.build(model_fn, self.test_pipeline.batch, training=False).merged()["correct"]
-        self.config = towers.session_config(builder.devices)
+            replicas_alone = towers.TowerBuilder(devices).build(model_fn, self.test_pipeline.batch, training=False)
+            self.correct = replicas_alone.merged()["correct"]
+        if workers.size > 1:
+            self.accuracy = workers.all_reduce(self.accuracy * (rows[1] - rows[0]) / settings.batch_size)
+            self._number = tf.placeholder(tf.int64, [])
+            self._sum_of_numbers = workers.all_reduce(self._number)
+        self.broadcast = workers.broadcast_variables()
 
     def test_accuracy(self, session):
-        """Returns the fraction of test images classified rightly with moving averages."""
+        """Returns the fraction of test images classified rightly with moving averages; each worker takes some of them."""
         self.test_pipeline.start(session)
-        correct = [session.run(self.correct) for _ in range(self.test_pipeline.steps_an_epoch)]
-        return float(np.concatenate(correct).mean())
+        right = sum(int(session.run(self.correct).sum()) for _ in range(self.test_pipeline.steps_an_epoch))
+        return self.sum_over_workers(session, right) / self._num_test_images
+
+    def sum_over_workers(self, session, number):
+        """Returns the sum of an integer over workers, which all have to call this."""
+        return int(session.run(self._sum_of_numbers, {self._number: number})) if self.workers.size > 1 else number
 
 
 def learning_rate(step, num_steps, peak, warmup_steps):
@@ -154,6 +168,13 @@ class _Interruption:
         self.signal = number
         signal.signal(number, self._usual[number])
 
+    def came(self, training, session):
+        """Tells whether a signal came to any worker. All ask between the same steps, and stop together."""
+        if not training.sum_over_workers(session, int(self.signal is not None)):
+            return False
+        self.signal = self.signal or signal.SIGTERM
+        return True
+
     def __exit__(self, *_):
         for number, handler in self._usual.items():
             signal.signal(number, handler)
@@ -161,113 +182,90 @@ class _Interruption:
 
 def train(settings):
     """Trains as the settings say, and returns the exit status."""
+    workers = connect(settings)
     dataset = load_data(settings)
     if settings.batch_size > len(dataset.train.labels):
         raise UsageError("A batch of %d is larger than the %d training images."
                          % (settings.batch_size, len(dataset.train.labels)))
-    check_settings(settings, dataset.name)
-    print("Training a ResNet-%d on %s: %d towers, batch %d, %s batch norm, update ops '%s'." % (
-        settings.depth, dataset.name, settings.num_towers, settings.batch_size,
-        "synced" if settings.sync_bn else "per-tower", settings.update_ops))
     with tf.Graph().as_default():
-        training = Training(settings, dataset)
-        saver, checkpoints = make_saver(), saved_checkpoints(settings.train_dir)
-        if checkpoints:
-            check_checkpoint(checkpoints[-1], tf.global_variables(), settings.depth)
-        with tf.Session(config=training.config) as session, _Interruption() as interruption:
-            if checkpoints:
-                restore(saver, session, checkpoints[-1])
-                saver.recover_last_checkpoints(checkpoints)
-                print("Going on from step %d, %s." % (session.run(training.global_step), checkpoints[-1]))
-            else:
-                session.run(tf.global_variables_initializer())
-            return _run(settings, dataset, training, saver, session, interruption)
+        if workers.is_chief:
+            check_settings(settings, dataset.name)
+        training = Training(settings, dataset, workers)
+        with workers.session() as session, _Interruption() as interruption:
+            if workers.is_chief:
+                return _run(settings, training, session, interruption, _begin(settings, training, session))
+            session.run(tf.global_variables_initializer())
+            return _run(settings, training, session, interruption, NoRecord())
 
 
-def _run(settings, dataset, training, saver, session, interruption):
+def connect(settings):
+    """Returns the `towers.workers.Workers` that this process is one of, alone where no others are named."""
+    try:
+        workers = towers.workers.connect(devices=tower_devices(settings.num_towers))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except RuntimeError as error:  # others did not come, or a port is taken: another time it may work
+        sys.exit("error: %s" % error)
+    if workers.is_evaluator:
+        raise UsageError("TF_CONFIG says that this process evaluates: examples.cifar10.evaluate does, once for all.")
+    if settings.batch_size < settings.num_towers * workers.size:
+        raise UsageError("A batch of %d is too small for %d towers: each needs an image."
+                         % (settings.batch_size, settings.num_towers * workers.size))
+    if workers.size > 1:
+        settings.num_workers = workers.size
+    return workers
+
+
+def _begin(settings, training, session):
+    """Restores or initializes the variables, and returns the `Record` of this training."""
+    print("Training a ResNet-%d on %s: %s, batch %d, %s batch norm, update ops '%s'." % (
+        settings.depth, training.data_name, training.who, settings.batch_size,
+        "synced" if settings.sync_bn else "per-tower", settings.update_ops))
+    saver, checkpoints = make_saver(), saved_checkpoints(settings.train_dir)
+    if checkpoints:
+        check_checkpoint(checkpoints[-1], tf.global_variables(), settings.depth)
+        restore(saver, session, checkpoints[-1])
+        saver.recover_last_checkpoints(checkpoints)
+        print("Going on from step %d, %s." % (session.run(training.global_step), checkpoints[-1]))
+    else:
+        session.run(tf.global_variables_initializer())
+    return Record(settings, training, saver, session, int(session.run(training.global_step)))
+
+
+def _run(settings, training, session, interruption, record):
+    session.run(training.broadcast)
     step = first_step = int(session.run(training.global_step))
     if step >= training.num_steps:
-        print("The %d steps asked for are done." % training.num_steps)
+        record.say("The %d steps asked for are done." % training.num_steps)
     steps_an_epoch = training.pipeline.steps_an_epoch
-    # Damaged files are refused before anything is written.
-    history, sums = read_history(settings.train_dir, step), read_sums(settings.train_dir, step, step % steps_an_epoch)
-    check_folder(settings.train_dir)
-    write_json(os.path.join(settings.train_dir, "settings.json"), dict(vars(settings), data=dataset.name))
-    history_path = os.path.join(settings.train_dir, "history.json")
-    progress = Progress(step, training.num_steps, settings.batch_size)
-    saved = step if step else None
-    writer = EventWriter(settings.train_dir, session.graph if step == 0 else None)
-    started = time.time()
     try:
-        while step < training.num_steps and interruption.signal is None:
+        while step < training.num_steps and not interruption.came(training, session):
             if step == first_step or step % steps_an_epoch == 0:
                 training.pipeline.start(session, step // steps_an_epoch, step % steps_an_epoch)
-                progress.restart_clock(step)  # evaluating and saving are no training
+                record.restart_clock(step)  # evaluating and saving are no training
             fetches = [training.loss, training.accuracy, training.train_op]
-            if step % 20 == 0:
+            if record.wants_summary(step):
                 loss, accuracy, _, summary = session.run(fetches + [training.summary])
-                writer.add(summary, step)
+                record.add_summary(summary, step)
             else:
                 loss, accuracy, _ = session.run(fetches)
             if not np.isfinite(loss):
                 raise UsageError("The loss is %s at step %d: try a smaller --learning-rate. The checkpoints in %s are "
                                  "those of earlier steps." % (loss, step, settings.train_dir))
             step += 1
-            sums += loss, accuracy, 1
-            progress.step(step, loss, accuracy)
+            record.step(step, loss, accuracy)
             if step % steps_an_epoch == 0 or step == training.num_steps:
-                history.append(_end_epoch(step, steps_an_epoch, sums, training, session, progress, writer))
-                write_json(history_path, history)
-                sums = sums * (step % steps_an_epoch > 0)  # of an epoch that goes on later they are kept
+                record.end_epoch(step, training.test_accuracy(session))
             if step % settings.save_every == 0 or step % steps_an_epoch == 0 or step == training.num_steps:
-                save(saver, session, settings.train_dir, step, sums)
-                saved = step
-        if step != saved and step > 0:
-            save(saver, session, settings.train_dir, step, sums)
+                record.save(step)
+        record.save(step)
     finally:
-        progress.close()
-        writer.close()
+        record.close()
     if step < training.num_steps:
-        if step:
-            print("Interrupted; step %d is saved in %s. Run the same command again to go on from there."
-                  % (step, settings.train_dir))
-        else:
-            print("Interrupted before the first step.")
+        record.interrupted(step)
         return 128 + interruption.signal
-    _finish(settings, dataset, history, step, time.time() - started, (step - first_step) * settings.batch_size)
+    record.finish(step)
     return 0
-
-
-def _end_epoch(step, steps_an_epoch, sums, training, session, progress, writer):
-    loss, accuracy = sums[:2] / sums[2]
-    record = {"step": step, "epoch": round(step / steps_an_epoch, 3), "train_loss": float(loss),
-              "train_accuracy": float(accuracy), "test_accuracy": training.test_accuracy(session)}
-    progress.say("epoch %g: training loss %.3f, accuracy %.1f %%; test accuracy %.1f %%" % (
-        record["epoch"], loss, 100 * accuracy, 100 * record["test_accuracy"]))
-    summary = tf.Summary(value=[tf.Summary.Value(tag="test_accuracy", simple_value=record["test_accuracy"])])
-    writer.add(summary, step)
-    return record
-
-
-def _finish(settings, dataset, history, step, seconds, images):
-    results_path = os.path.join(settings.train_dir, "results.json")
-    curve_path = os.path.join(settings.train_dir, "curve.png")
-    if images or _step_of(results_path) != step:
-        write_json(results_path, {
-            "settings": vars(settings), "data": dataset.name, "tensorflow": tf.__version__, "step": step,
-            "test_accuracy": history[-1]["test_accuracy"] if history else None,
-            "images_per_second_of_last_run": images / seconds if images else None, "history": history})
-    if history:
-        draw_curve(history, "ResNet-%d, %d towers, %s" % (settings.depth, settings.num_towers, dataset.name), curve_path)
-        print("Test accuracy %.2f %% on %s after %d steps." % (100 * history[-1]["test_accuracy"], dataset.name, step))
-        print("Results: %s, curve: %s" % (results_path, curve_path))
-
-
-def _step_of(results_path):
-    try:
-        return read_json(results_path, {}).get("step")
-    except (AttributeError, ValueError):  # it is damaged, and written anew
-        return None
 
 
 if __name__ == "__main__":

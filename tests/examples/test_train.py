@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10 import checkpoint, data, evaluate, train
+from examples.cifar10 import checkpoint, data, evaluate, record, train
 from examples.cifar10.model import resnet
 from examples.cifar10.report import Progress, draw_curve, write_json
 from tests.support import build
@@ -388,7 +388,7 @@ def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_pa
             checkpoint.save(saver, session, train_dir, step, sums)
             if step == killed_at:
                 raise Killed
-        monkeypatch.setattr(train, "save", save_and_die)
+        monkeypatch.setattr(record, "save", save_and_die)
         return train.main(SMALL + ["--steps", str(steps), "--save-every", "1", "--train-dir", str(tmp_path)])
 
     for killed_at in (2, 3):
@@ -398,9 +398,9 @@ def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_pa
     expected = {last: np.mean([seen[step] for step in steps], 0) for last, steps in (
         (4, [1, 2, 3, 4]), (6, [5, 6]), (8, [5, 6, 7, 8]))}
     history = json.loads((tmp_path / "history.json").read_text())
-    assert [record["step"] for record in history] == sorted(expected)
-    for record in history:
-        np.testing.assert_allclose([record["train_loss"], record["train_accuracy"]], expected[record["step"]], rtol=1e-6)
+    assert [epoch["step"] for epoch in history] == sorted(expected)
+    for epoch in history:
+        np.testing.assert_allclose([epoch["train_loss"], epoch["train_accuracy"]], expected[epoch["step"]], rtol=1e-6)
     assert set(json.loads((tmp_path / "sums.json").read_text())) == {"5", "6", "7", "8"}
 
 

@@ -1,5 +1,6 @@
 """`connect()`: this process as one of the workers that train together, on TensorFlow's own distributed runtime."""
 import json
+import os
 import time
 import zlib
 
@@ -18,7 +19,7 @@ from towers.workers.watchdog import Watchdog, probe
 __all__ = ["Workers", "connect"]
 
 
-def connect(cluster=None, rank=None, devices=None, config=None, time_limit=300.0):
+def connect(cluster=None, rank=None, devices=None, config=None, time_limit=None):
     """Makes this process one of the workers that train together.
 
     It starts TensorFlow's server of this worker, and returns when all workers' servers answer. To be called once, before a run.
@@ -32,7 +33,8 @@ def connect(cluster=None, rank=None, devices=None, config=None, time_limit=300.0
       devices: list of str, the devices that this worker's towers will stand on: the server has to have its CPU devices.
       config: optional `tf.ConfigProto` to start from.
       time_limit: float, seconds that this worker waits for the others, at the start and in each step. Then the process ends, by
-        one sentence that names who is missing.
+        one sentence that names who is missing. None is what the environment variable TOWERS_TIME_LIMIT says, as
+        `python -m towers.launch --time-limit 60` sets it, and 300 where it is not set.
 
     Returns:
       `Workers`.
@@ -47,9 +49,20 @@ def connect(cluster=None, rank=None, devices=None, config=None, time_limit=300.0
         builder = towers.TowerBuilder(devices, workers=workers)
     """
     found = find_cluster(cluster, rank)
-    if not time_limit > 0:
-        raise ValueError("time_limit is a number of seconds, more than 0, not %r." % (time_limit,))
-    return Workers(found, session_config(devices or ["/cpu:0"], config), float(time_limit))
+    return Workers(found, session_config(devices or ["/cpu:0"], config), _seconds(time_limit))
+
+
+def _seconds(time_limit):
+    name = "time_limit"
+    if time_limit is None:
+        name, time_limit = "The environment variable TOWERS_TIME_LIMIT", os.environ.get("TOWERS_TIME_LIMIT", "").strip() or 300.0
+    try:
+        seconds = float(time_limit)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError("%s has to be a number of seconds, more than 0, not %r." % (name, time_limit))
+    return seconds
 
 
 class Workers:

@@ -5,6 +5,8 @@ import tensorflow.compat.v1 as tf
 
 __all__ = ["Hook", "WatchedSession"]
 
+_OF_A_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+
 
 class WatchedSession(tf.Session):
     """A `tf.Session` in which nothing waits for other workers longer than their time limit."""
@@ -13,10 +15,20 @@ class WatchedSession(tf.Session):
         self._watchdog, self._num_runs = watchdog, 0
         super().__init__(target, graph, config)
 
+    @contextlib.contextmanager
+    def _watched(self):
+        self._num_runs += 1
+        what = "run %d of its session" % self._num_runs
+        with self._watchdog.waiting(what):
+            try:
+                yield
+            except _OF_A_LOST_WORKER:
+                self._watchdog.end_if_one_has_ended(what)
+                raise
+
     def run(self, *args, **kwargs):
         """As `tf.Session.run`."""
-        self._num_runs += 1
-        with self._watchdog.waiting("run %d of its session" % self._num_runs):
+        with self._watched():
             return super().run(*args, **kwargs)
 
     def make_callable(self, *args, **kwargs):
@@ -24,8 +36,7 @@ class WatchedSession(tf.Session):
         made = super().make_callable(*args, **kwargs)
 
         def call(*values, **options):
-            self._num_runs += 1
-            with self._watchdog.waiting("run %d of its session" % self._num_runs):
+            with self._watched():
                 return made(*values, **options)
         return call
 

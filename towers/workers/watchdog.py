@@ -25,6 +25,8 @@ def probe(address, patience=_PATIENCE):
     host, _, port = address.rpartition(":")
     try:
         with contextlib.closing(socket.create_connection((host.strip("[]"), int(port)), patience)) as connection:
+            if connection.getsockname() == connection.getpeername():  # as the kernel may choose where nobody listens
+                return GONE
             connection.sendall(_HELLO)
             return ALIVE if connection.recv(1) else GONE
     except socket.timeout:
@@ -92,9 +94,7 @@ class Watchdog:
             if not any(waiting[0] == what for waiting in self._waiting.values()):  # it came to its end meanwhile
                 return
         if missing:
-            self._end("%s waited %.0f seconds in %s for %s, which %s. Start all workers again, from the last checkpoint." % (
-                self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
-                " and ".join(self._cluster.describe(rank) for rank in missing), found[missing[0]]))
+            self._end_for_want_of(missing, found, what, waited)
         elif over:
             self._end(
                 "%s waited %.0f seconds in %s, the time limit. All others answer (%s), so one of them comes to no such step: "
@@ -102,6 +102,21 @@ class Watchdog:
                 "time_limit."
                 % (self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
                    ", ".join(self._cluster.describe(rank) for rank in self._peers)))
+
+    def end_if_one_has_ended(self, what):
+        """Ends the process where a wait failed because a peer has died: TensorFlow 2 may find it before this does."""
+        began = time.monotonic()
+        while time.monotonic() - began < _EVERY:  # it may be ending still
+            found = {rank: probe(self._cluster.addresses[rank]) for rank in self._peers}
+            gone = [rank for rank, state in found.items() if state == GONE]
+            if gone:
+                self._end_for_want_of(gone, found, what, time.monotonic() - began)
+            time.sleep(_EVERY / 10)
+
+    def _end_for_want_of(self, missing, found, what, waited):
+        self._end("%s waited %.0f seconds in %s for %s, which %s. Start all workers again, from the last checkpoint." % (
+            self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
+            " and ".join(self._cluster.describe(rank) for rank in missing), found[missing[0]]))
 
 
 def _end_process(sentence):
