@@ -9,7 +9,7 @@
     mirrored.py     the peer that is tf.distribute.MirroredStrategy with Keras
     variants.py     the ways to train the ResNet, built and ready to step
     saved.py        what a graph keeps of the forward pass for the backward pass
-    layer.py  train_step.py  conversion.py  graph.py  memory.py  repeat.py      the benchmarks
+    layer.py  train_step.py  conversion.py  graph.py  memory.py  repeat.py  pipeline.py  workers.py      the benchmarks
     report.py  pictures.py                                           JSON in, tables and pictures out
 
 None of them is a test, and no test depends on a time.

@@ -159,8 +159,33 @@ def _pipeline(several):
     return figure
 
 
+def _workers(several):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5))
+    for i, result in enumerate(several):
+        rows = result["rows"]
+        counts = [row["workers"] for row in rows]
+        for name, style in zip(rows[0]["milliseconds"], ("o-", "x--", "s:")):
+            medians, errors = _error_bars([row["milliseconds"][name] for row in rows])
+            left.errorbar(counts, medians, yerr=errors, fmt=style, color="C%d" % i, capsize=2, markersize=4,
+                          label="%s, %s" % (name, _lane(result)))
+        for name, style in (("synced", "o"), ("unsynced", "x")):
+            right.plot(counts, [row["bytes"][name]["wire"] / 1e3 for row in rows], style, color="C%d" % i,
+                       label="%s, on the wire, %s" % (name, _lane(result)))
+    for name, style in (("synced", "-"), ("unsynced", "--")):
+        rows = several[-1]["rows"]
+        right.plot([row["workers"] for row in rows], [row["bytes"][name]["formula"] / 1e3 for row in rows], "k" + style,
+                   linewidth=1, label="%s, by formula" % name)
+    left.set_ylabel("a step, ms (quartiles)")
+    right.set_ylabel("kB that a worker sends in a step")
+    for axes in (left, right):
+        axes.set(xlabel="workers", xticks=counts, ylim=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    return figure
+
+
 _DRAWN_BY = {"layer": _layer, "train_step": _train_step, "conversion": _train_step, "graph": _graph, "repeat": _repeat,
-             "memory": _memory, "pipeline": _pipeline}
+             "memory": _memory, "pipeline": _pipeline, "workers": _workers}
 _TITLES = {
     "layer": "sync_batch_norm on %(towers)d CPU towers",
     "train_step": "Training steps of %(network)s, %(batch_of_a_tower)d images a tower,",
@@ -169,4 +194,5 @@ _TITLES = {
     "repeat": "%(steps)d training steps in one call, batches of %(batch)d,",
     "memory": "%(network)s on 2 towers, %(batch_of_a_tower)d images each,",
     "pipeline": "Training steps of %(network)s, %(batch)d images, with and without their input,",
+    "workers": "Training steps of %(network)s, %(batch)d images over workers on loopback,",
 }

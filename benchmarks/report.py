@@ -184,6 +184,19 @@ def _repeat(result):
         for row in result["rows"] for way, microseconds in row["microseconds"].items()])
 
 
+def _workers(result):
+    names, rows = list(result["rows"][0]["milliseconds"]), []
+    for row in result["rows"]:
+        sent = [" / ".join("%.1f" % (row["bytes"][name][way] / 1e3) for way in ("formula", "graph", "wire"))
+                for name in ("synced", "unsynced")]
+        rows.append([row["workers"]] + [_spread(row["milliseconds"][name], 1) for name in names] + [
+            _spread(row["ratio"])] + sent + ["%.0f" % row["bytes"]["synced"]["a_layer"]])
+    table = _table(["workers"] + ["ms a step, " + name for name in names] + [
+        "synced / unsynced", "kB a worker sends, synced", "unsynced", "bytes of a synced layer"], rows)
+    text = table + "\n\nWhat a worker sends in a step: by formula / by the graph's collectives / on the loopback interface."
+    return text if result["settings"]["horovod"] else text + " Horovod is left out: this Python has no horovodrun."
+
+
 _TABLES = {
     "layer": ("one layer on 2 CPU towers, synced / unsynced", _layer),
     "train_step": ("ResNet-20, a training step", _train_step),
@@ -192,6 +205,7 @@ _TABLES = {
     "repeat": ("many training steps in one call", _repeat),
     "memory": ("ResNet-20, peak memory of 2 towers", _memory),
     "pipeline": ("ResNet-20, a training step with its input", _pipeline),
+    "workers": ("a training step over workers on loopback", _workers),
 }
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import conversion, graph, layer, memory, networks, pictures, pipeline, repeat, report, variants
+from benchmarks import conversion, graph, layer, memory, networks, pictures, pipeline, repeat, report, variants, workers
 from benchmarks.__main__ import BENCHMARKS as benchmarks
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
@@ -73,7 +73,8 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
 
 @pytest.mark.parametrize("module,arguments", [
     (layer, []), (memory, []), (conversion, ["--batch-size", "1"]), (repeat, ["--steps", "3", "--towers", "1"]),
-    (pipeline, ["--batch-size", "4", "--towers", "2", "--steps", "1"])])
+    (pipeline, ["--batch-size", "4", "--towers", "2", "--steps", "1"]),
+    (workers, ["--workers", "1", "--depth", "8", "--batch-size", "2", "--steps", "1"])])
 def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, capsys, monkeypatch, module, arguments):
     monkeypatch.setattr(layer, "_CASES", [layer._Case((16, 32, 32, 64))])
     monkeypatch.setattr(pipeline, "_DEPTH", 8)
@@ -96,3 +97,16 @@ def test_a_pipeline_goes_on_with_the_next_epoch():
     dataset = data.generate(8, 1).train
     step = pipeline.make_step(pipeline.PIPELINE, dataset, 2, 4, 8)
     assert np.isfinite([step() for _ in range(5)]).all()
+
+
+def test_bytes_that_workers_send_are_those_of_their_collectives(tmp_path):
+    path = workers.main(["--workers", "3", "--depth", "8", "--batch-size", "12", "--steps", "1", "--rounds", "1", "--out",
+                         str(tmp_path)])
+    with open(str(path)) as file:
+        row, = json.load(file)["rows"]
+    channels = [16] * 3 + [32] * 2 + [64] * 2
+    layers = sum(2 * 4 * (2 * c + 1) + 4 / 3 * 4 * 2 * c for c in channels)  # to two others; in a ring
+    assert row["bytes"]["synced"]["a_layer"] == pytest.approx(layers / 7)
+    for name in ("synced", "unsynced"):
+        assert row["bytes"][name]["formula"] == pytest.approx(row["bytes"][name]["graph"])
+    assert row["bytes"]["synced"]["graph"] > row["bytes"]["unsynced"]["graph"] > 4 / 3 * 4 * 75290

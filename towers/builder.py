@@ -19,7 +19,7 @@ from towers.keras3 import explained
 from towers.likeness import check_alike
 from towers.meetings import Meetings
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
-                              warn_of_absent_devices)
+                              on_machine_of, warn_of_absent_devices)
 from towers.private import take_in
 from towers.replicated import read_once
 from towers.shares import checked_loss, count, scalar_loss, shares, weighted_sum
@@ -248,7 +248,8 @@ class TowerBuilder:
         if callable(batch):
             return [batch] * num_towers
         if not isinstance(batch, PerTower):
-            return split_batch(batch, num_towers)
+            with tf.device(on_machine_of(self.devices[0])):
+                return split_batch(batch, num_towers)
         if len(batch.batches) != num_towers:
             raise ValueError("PerTower holds %d batches for %d towers: one for each is needed."
                              % (len(batch.batches), num_towers))
@@ -280,7 +281,7 @@ class _Build:
     def add_tower(self, model_fn, index, batch):
         """Builds one tower and returns it, with the number of its examples where its weight belongs."""
         graph, devices = tf.get_default_graph(), self._builder.devices
-        with tf.name_scope("tower_%d" % index) as name_scope:
+        with tf.name_scope("tower_%d" % index) as name_scope, tf.device(on_machine_of(devices[index])):
             first, num_towers = (0, len(devices)) if self.peers is None else (self.peers.first, self.peers.num_towers)
             context = TowerContext(first + index, num_towers, devices[index], self._builder.aggregation_device, self._training,
                                    name_scope, self._meetings, self._shared_updates, index)

@@ -87,6 +87,26 @@ def check_device(device):
     return device
 
 
+def on_machine_of(device):
+    """Returns a device function that puts ops of no job or task on a device's machine.
+
+    One session may run towers on several servers. What is said to stand on "/cpu:0" there, variables and what is made for a
+    tower by the host, would else stand on whichever machine TensorFlow takes first.
+
+    Args:
+      device: str, of a tower.
+    """
+    machine = tf.DeviceSpec.from_string(device)
+    machine = tf.DeviceSpec(job=machine.job, replica=machine.replica, task=machine.task)
+
+    def place(op):
+        named = tf.DeviceSpec.from_string(op.device or "")
+        if named.job is not None or named.task is not None or not machine.to_string():
+            return op.device
+        return tf.DeviceSpec(machine.job, machine.replica, machine.task, named.device_type, named.device_index).to_string()
+    return place
+
+
 def warn_of_absent_devices(given, devices):
     """Warns where towers will not stand on the GPUs that were meant: TensorFlow itself moves them to the CPU in silence.
 

@@ -10,5 +10,6 @@
         session.run(broadcast)
 """
 from towers.workers.connection import Workers, connect
+from towers.workers.one_client import watched_session
 
-__all__ = ["Workers", "connect"]
+__all__ = ["Workers", "connect", "watched_session"]

@@ -18,6 +18,8 @@ GONE, SILENT, ALIVE = "has ended, or never began: nothing listens there", "does 
 DEAD = 70  # the exit status of a process that the watchdog ends, os.EX_SOFTWARE
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # of HTTP/2, with empty settings
 _PATIENCE, _EVERY = 2.0, 1.0  # seconds
+_MEND = ("All others answer (%s), so one of them comes to no such step: it ran out of data, runs other ops, or is slow. Run the "
+         "same steps in every worker, or connect with a larger time_limit.")
 
 
 def probe(address, patience=_PATIENCE):
@@ -42,10 +44,11 @@ class Watchdog:
       cluster: `towers.workers.cluster.Cluster`.
       time_limit: float, seconds that a wait may take.
       end: a function of a sentence that ends the process.
+      mend: str, what is wrong where all peers answer; "%s" in it is their names.
     """
 
-    def __init__(self, cluster, time_limit, end=None):
-        self.time_limit = time_limit
+    def __init__(self, cluster, time_limit, end=None, mend=_MEND):
+        self.time_limit, self._mend = time_limit, mend
         self._cluster, self._end = cluster, end or _end_process
         self._peers = [rank for rank in range(cluster.size) if rank != cluster.rank]
         self._waiting = {}  # a wait's token -> (what for, since when)
@@ -96,12 +99,9 @@ class Watchdog:
         if missing:
             self._end_for_want_of(missing, found, what, waited)
         elif over:
-            self._end(
-                "%s waited %.0f seconds in %s, the time limit. All others answer (%s), so one of them comes to no such step: "
-                "it ran out of data, runs other ops, or is slow. Run the same steps in every worker, or connect with a larger "
-                "time_limit."
-                % (self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
-                   ", ".join(self._cluster.describe(rank) for rank in self._peers)))
+            self._end("%s waited %.0f seconds in %s, the time limit. %s" % (
+                self._cluster.describe(self._cluster.rank).capitalize(), waited, what,
+                self._mend % ", ".join(self._cluster.describe(rank) for rank in self._peers)))
 
     def end_if_one_has_ended(self, what):
         """Ends the process where a wait failed because a peer has died: TensorFlow 2 may find it before this does."""
