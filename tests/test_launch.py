@@ -233,7 +233,8 @@ def test_what_workers_started_ends_with_them(script, tmp_path):
 
 
 def test_output_that_can_not_be_written_stops_the_workers(script, tmp_path):
-    path = script(saying_its_pid(tmp_path) + "while True:\n    print('line')\n    time.sleep(0.05)\n")
+    path = script(saying_its_pid(tmp_path) + "while not os.path.exists(%r):\n    time.sleep(0.05)\n"
+                  "while True:\n    print('line')\n    time.sleep(0.05)\n" % str(tmp_path / "pid.1"))
     with open("/dev/full", "w") as full:
         process = subprocess.Popen([sys.executable, str(ROOT / "towers" / "launch.py"), "-n", "2", path], stdout=full,
                                    stderr=subprocess.PIPE, universal_newlines=True)

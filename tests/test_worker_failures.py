@@ -48,10 +48,10 @@ def two_workers(wrong):
 
 
 @pytest.mark.parametrize("wrong,within,message", [
-    ("os.kill(os.getpid(), signal.SIGKILL)", 15, "for worker 1 .*, which has ended, or never began"),
-    ("sys.exit(0)", 15, "for worker 1 .*, which has ended, or never began"),
-    ("os.kill(os.getpid(), signal.SIGSTOP)", 20, "for worker 1 .*, which does not answer: it is stopped, or hangs"),
-    ("time.sleep(60)", 20, r"the time limit\. All others answer \(worker 1 .*\), so one of them comes to no such step"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 30, "for worker 1 .*, which has ended, or never began"),
+    ("sys.exit(0)", 30, "for worker 1 .*, which has ended, or never began"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", 40, "for worker 1 .*, which does not answer: it is stopped, or hangs"),
+    ("time.sleep(60)", 40, r"the time limit\. All others answer \(worker 1 .*\), so one of them comes to no such step"),
 ])
 def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, within, message):
     workers = two_workers(wrong)
