@@ -84,6 +84,14 @@ def test_bad_arguments_are_refused_before_anything_is_started(arguments, kind, m
         towers.workers.connect(**arguments)
 
 
+def test_the_config_of_a_worker_may_follow_its_local_rank(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    given = tf.ConfigProto(inter_op_parallelism_threads=3)
+    for config in (given, lambda local_rank: given if local_rank == 0 else None):
+        assert towers.workers.connect(config=config, devices=["/cpu:1"]).session_config().inter_op_parallelism_threads == 3
+    assert given.device_count == {}  # copied, not changed
+
+
 def test_a_builder_takes_no_other_workers():
     with pytest.raises(TypeError, match="workers has to be what towers.workers.connect"):
         towers.TowerBuilder(["/cpu:0"], workers=2)
