@@ -77,7 +77,7 @@ def test_a_malformed_tf_config_is_one_clear_sentence(monkeypatch, config, messag
     ({"cluster": WORKERS, "rank": 3}, ValueError, "cluster has 3 workers, and this one's rank is 3"),
     ({"rank": 0}, ValueError, "rank belongs to a list of addresses"),
     ({"cluster": "a:1"}, TypeError, "cluster has to be a list of addresses"),
-    ({"time_limit": 0}, ValueError, "time_limit is a number of seconds"),
+    ({"time_limit": 0}, ValueError, "time_limit has to be a number of seconds"),
 ])
 def test_bad_arguments_are_refused_before_anything_is_started(arguments, kind, message):
     with pytest.raises(kind, match=message):

@@ -31,8 +31,8 @@ def connect(cluster=None, rank=None, devices=None, config=None, time_limit=None)
         "chief" and its "worker" tasks train, in that order; an "evaluator" is alone, and no chief.
       rank: int, this process's number in a list of addresses.
       devices: list of str, the devices that this worker's towers will stand on: the server has to have its CPU devices.
-      config: optional `tf.ConfigProto` to start from; or a function of the worker's local rank that returns one, so that each of a
-        machine's workers takes a GPU of its own.
+      config: optional `tf.ConfigProto` to start from; or a function of the worker's local rank that returns one, so that each of
+        a machine's workers takes a GPU of its own.
       time_limit: float, seconds that this worker waits for the others, at the start and in each step. Then the process ends, by
         one sentence that names who is missing. None is what the environment variable TOWERS_TIME_LIMIT says, as
         `python -m towers.launch --time-limit 60` sets it, and 300 where it is not set.
