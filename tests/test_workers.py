@@ -35,54 +35,63 @@ def assert_equal(found, expected, tolerance):
         np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("sizes,known", [
-    ([[5], [2]], True), ([[3, 1], [4, 2]], True), ([[2], [5], [1]], False), ([[3, 0], [4, 2], [1, 2]], False),
-    ([[4], [3, 2]], True)])  # a list over workers of their towers' batches
-def test_workers_train_as_one_tower_on_the_whole_batch(tmp_path, sizes, known):
-    succeed(run_workers(len(sizes), "train", tmp_path, "whole", json.dumps(sizes), known))
-    ends = [saved(tmp_path / ("%d_0.npz" % rank)) for rank in range(len(sizes))]
-    sizes = sum(sizes, [])
-    for rank, end in enumerate(ends):
-        again = saved(tmp_path / ("%d_1.npz" % rank))
-        for name, value in end.items():
-            np.testing.assert_array_equal(value, again[name], "%s, from run to run" % name)
-            if name != "index":
-                np.testing.assert_array_equal(value, ends[0][name], "%s, in all workers" % name)
-    assert np.concatenate([end["index"] for end in ends]).tolist() == list(range(len(sizes)))
-    assert ends[0]["weight"] == sum(sizes)
+# Each case: which model, a list over workers of their towers' batches, whether sizes are known, and the update ops. Those of one
+# number of workers run in the same processes, since most of the time is TensorFlow's import.
+CASES = {
+    2: {"one_each": ("whole", [[5], [2]], True, "first"), "two_each": ("whole", [[3, 1], [4, 2]], True, "first"),
+        "unequal": ("whole", [[4], [3, 2]], True, "first"), "first": ("split", [[3, 1], [4, 2]], True, "first"),
+        "last": ("split", [[3, 1], [4, 2]], True, "last")},
+    3: {"unknown": ("whole", [[2], [5], [1]], False, "first"), "empty": ("whole", [[3, 0], [4, 2], [1, 2]], False, "first")}}
+WHOLE = [(count, name) for count, cases in CASES.items() for name, case in cases.items() if case[0] == "whole"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Returns a function of a number of workers that returns the folder where their cases were saved."""
+    folders = {}
+
+    def run(count):
+        if count not in folders:
+            folders[count] = tmp_path_factory.mktemp("trained")
+            succeed(run_workers(count, "train", folders[count], json.dumps(CASES[count])))
+        return folders[count]
+    return run
+
+
+@pytest.mark.parametrize("count,name", WHOLE)
+def test_workers_train_as_one_tower_on_the_whole_batch(trained, count, name):
+    sizes = sum(CASES[count][name][1], [])
+    ends = [[saved(trained(count) / ("%s_%d_%d.npz" % (name, rank, turn))) for turn in range(3)] for rank in range(count)]
+    for of_worker in ends:
+        for variable in set(of_worker[0]) - {"index"}:
+            for end in of_worker[:2]:  # another session, too
+                np.testing.assert_array_equal(end[variable], ends[0][0][variable], variable)
+            np.testing.assert_array_equal(of_worker[2][variable], ends[0][2][variable], variable)
+        many = {variable: value for variable, value in of_worker[2].items() if variable != "index"}
+        assert_equal(of_worker[0], many, 1e-9)  # five steps in one call
+    assert np.concatenate([end[0]["index"] for end in ends]).tolist() == list(range(len(sizes)))
+    assert ends[0][0]["weight"] == sum(sizes)
     # One tower on the whole batch: outside of towers the layer is plain batch norm, and nothing crosses.
     outputs = worker_programs.model()(*map(tf.constant, worker_programs.examples(sum(sizes))))
     losses, _, after = train_plainly(outputs["loss"], tf.train.MomentumOptimizer(0.01, 0.9), 5)
-    assert set(after) | {"losses", "weight", "index"} == set(ends[0])
-    assert_equal(ends[0], dict(after, losses=losses), 1e-9)
-
-
-def test_workers_train_many_steps_in_one_call_and_a_second_session_begins_anew(tmp_path):
-    succeed(run_workers(2, "repeat", tmp_path, "[[3, 1], [4, 2]]"))
-    found = [saved(tmp_path / ("%d.npz" % rank)) for rank in range(2)]
-    outputs = worker_programs.model()(*map(tf.constant, worker_programs.examples(10)))
-    losses, _, after = train_plainly(outputs["loss"], tf.train.MomentumOptimizer(0.01, 0.9), 5)
-    assert_equal(found[0], dict(after, losses=losses), 1e-9)
-    for name, value in found[0].items():
-        np.testing.assert_array_equal(value, found[1][name], name)
-    assert found[0]["left"] == len(after)
+    assert set(after) | {"losses", "weight", "index"} == set(ends[0][0])
+    assert_equal(ends[0][0], dict(after, losses=losses), 1e-9)
 
 
 @pytest.mark.parametrize("update_ops", ["first", "last"])
-def test_two_workers_with_two_towers_are_four_towers(tmp_path, update_ops):
-    sizes = [3, 1, 4, 2]
-    succeed(run_workers(2, "train", tmp_path, "split", "[[3, 1], [4, 2]]", True, update_ops))
+def test_two_workers_with_two_towers_are_four_towers(trained, update_ops):
     x, labels = worker_programs.examples(10)
-    ends = np.cumsum([0] + sizes)
+    ends = np.cumsum([0, 3, 1, 4, 2])
     batch = towers.PerTower([(x[a:b], labels[a:b]) for a, b in zip(ends, ends[1:])])
     replicas = towers.TowerBuilder(cpus(4)).build(worker_programs.split_model(), batch)
     train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
     losses, _, after = train_by(train_op, replicas.loss, 5)
     for rank in range(2):
-        assert_equal(saved(tmp_path / ("%d_0.npz" % rank)), dict(after, losses=losses), 1e-12)
+        assert_equal(saved(trained(2) / ("%s_%d_0.npz" % (update_ops, rank))), dict(after, losses=losses), 1e-12)
     assert np.abs(after["average"]).max() > 0.01 and np.abs(after["u"] - 1).max() > 0.01  # both were written
 
 
+@once
 @pytest.mark.parametrize("way", ["compute", "apply"])
 def test_a_graph_without_towers_trains_as_on_the_whole_batch(tmp_path, way):
     succeed(run_workers(2, "plain", tmp_path, way))
@@ -99,6 +108,7 @@ def test_a_graph_without_towers_trains_as_on_the_whole_batch(tmp_path, way):
     assert checkpoint.get_tensor("global_step") == 3 and set(checkpoint.get_variable_to_shape_map()) == set(after)
 
 
+@once
 def test_tensors_are_summed_over_three_workers_with_their_gradients(tmp_path):
     succeed(run_workers(3, "reductions", tmp_path))
     for rank in range(3):
@@ -112,8 +122,7 @@ def test_tensors_are_summed_over_three_workers_with_their_gradients(tmp_path):
         assert [each["rank"] for each in told] == [0, 1, 2] and [len(each["long"]) for each in told] == [5, 10, 15]
 
 
-@once
-@pytest.mark.parametrize("what,message", [
+REFUSED = dict([
     ("exchange", "Workers differ in their exchanges: worker 0 has 0 of them and worker 1 has 1. Where they first differ, at "
                  "number 0, worker 0 has no more and worker 1 \"all_reduce sum 'all_reduce' of float64"),
     ("variable", r"Workers differ in their gradients: .* at number 1, worker 0 has 'b0, .*' and worker 1 'b1, "),
@@ -125,10 +134,14 @@ def test_tensors_are_summed_over_three_workers_with_their_gradients(tmp_path):
     ("loss", "The gradient of replicas.loss .* is taken, and with several workers it is that of this worker's towers alone"),
     ("forget", "Every worker began with variables of its own"),
 ])
-def test_what_differs_or_is_forgotten_is_refused_in_every_worker(what, message):
-    for status, output in run_workers(2, "fail", what):
+
+
+@once
+def test_what_differs_or_is_forgotten_is_refused_in_every_worker():
+    for status, output in run_workers(2, "fail", " ".join(REFUSED)):
         assert status == 0, output
-        re.search("refused: .*" + message, output) or pytest.fail(output)
+        for what, message in REFUSED.items():
+            assert re.search("^%s is refused: .*%s" % (what, message), output, re.MULTILINE), (what, output)
 
 
 @once

@@ -44,9 +44,11 @@ def model(seed=0):
         h *= tf.nn.embedding_lookup(variable("rows", [CLASSES + 2, 8]), labels)
         mean, variance = tf.nn.moments(h, [0])  # convert_model's
         h = tf.nn.batch_normalization(h, mean, variance, None, variable("beta", [8]), 1e-3)
-        similar = tf.matmul(h, towers.all_gather(h), transpose_b=True)
-        penalty = towers.all_reduce(tf.reduce_sum(tf.abs(h))) / towers.all_reduce(tf.cast(tf.size(h), tf.float64))
-        loss = tf.reduce_mean(tf.tanh(similar)) + tf.reduce_mean(tf.square(tf.sin(h))) + penalty ** 2
+        # The gradient of what is used three times is a sum of three, whose order TensorFlow does not fix.
+        one, other = tf.identity(h), tf.identity(h)
+        similar = tf.matmul(one, towers.all_gather(one), transpose_b=True)
+        penalty = towers.all_reduce(tf.reduce_sum(tf.abs(other))) / towers.all_reduce(tf.cast(tf.size(h), tf.float64))
+        loss = tf.reduce_mean(tf.tanh(similar)) + tf.reduce_mean(tf.square(tf.sin(other))) + penalty ** 2
         return {"loss": loss, "h": h}
     return tf_syncbn.convert_model(model_fn)
 
@@ -79,50 +81,43 @@ def batches(workers, sizes, known):
                             for of in rows])
 
 
-def train(folder, which, sizes, known, update_ops="first"):
-    """Trains twice from the same beginning and saves both ends."""
-    sizes, known = json.loads(sizes), known == "True"
+def train(folder, cases):
+    """Trains what each case says twice from the same beginning, and once in one call, and saves the ends."""
     workers = towers.workers.connect(devices=cpus(4), time_limit=60)
-    model_fn = model(seed=10 * workers.rank) if which == "whole" else split_model()
-    builder = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers)
-    replicas = builder.build(model_fn, batches(workers, sizes, known))
-    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
-    broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
-    ends = []
-    for _ in range(2):
-        with workers.session() as session:
-            session.run(tf.global_variables_initializer())
-            session.run(broadcast)
-            losses = [session.run([replicas.loss, train_op])[0] for _ in range(5)]
-            workers.check_variables(session)
-            ends.append(dict(session.run(variables), losses=np.array(losses), weight=session.run(
-                tf.convert_to_tensor(replicas.weight)), index=np.array([tower.context.index for tower in replicas])))
-    for turn, end in enumerate(ends):
-        np.savez("%s/%d_%d" % (folder, workers.rank, turn), **{name.replace("/", "|"): value for name, value in end.items()})
+    for name, (which, sizes, known, update_ops) in json.loads(cases).items():
+        ends = [end for many in ((False, True) if which == "whole" else (False,)) for end in _ends(
+            workers, which, sizes, known, update_ops, many)]
+        for turn, end in enumerate(ends):
+            np.savez("%s/%s_%d_%d" % (folder, name, workers.rank, turn), **{
+                name.replace("/", "|"): value for name, value in end.items()})
 
 
-def repeat(folder, sizes):
-    """Trains five steps in one call, and by a second session asks whether it has variables of the first."""
-    sizes = json.loads(sizes)
-    workers = towers.workers.connect(devices=cpus(4), time_limit=60)
-
+def _ends(workers, which, sizes, known, update_ops, many):
+    """Returns the ends of two trainings of five steps, of one if `many` steps are taken in one call."""
     def step():
-        builder = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers)
-        replicas = builder.build(model(seed=10 * workers.rank), batches(workers, sizes, True))
-        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9))
+        model_fn = model(seed=10 * workers.rank) if which == "whole" else split_model()
+        replicas = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers).build(
+            model_fn, batches(workers, sizes, known))
+        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
         with tf.control_dependencies([train_op]):
-            return tf.identity(replicas.loss)
+            return {"loss": tf.identity(replicas.loss), "weight": tf.identity(replicas.weight),
+                    "index": tf.constant([tower.context.index for tower in replicas])}
 
-    losses = towers.repeat(step, 5)
-    broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
-    with workers.session() as session:
-        session.run(tf.global_variables_initializer())
-        session.run(broadcast)
-        values = {"losses": session.run(losses)}
-        values.update(session.run(variables))
-    with workers.session() as session:
-        values["left"] = len(session.run(tf.report_uninitialized_variables()))
-    np.savez("%s/%d" % (folder, workers.rank), **{name.replace("/", "|"): value for name, value in values.items()})
+    ends = []
+    with tf.Graph().as_default():
+        fetches = towers.repeat(step, 5) if many else step()
+        broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
+        for _ in range(1 if many else 2):
+            with workers.session() as session:
+                assert len(session.run(tf.report_uninitialized_variables())) == len(variables)  # none is left of the last session
+                session.run(tf.global_variables_initializer())
+                session.run(broadcast)
+                steps = session.run(fetches) if many else [session.run(fetches) for _ in range(5)]
+                losses = steps["loss"] if many else [step["loss"] for step in steps]
+                last = {name: value[-1] for name, value in steps.items()} if many else steps[-1]
+                workers.check_variables(session)
+                ends.append(dict(session.run(variables), losses=np.array(losses), weight=last["weight"], index=last["index"]))
+    return ends
 
 
 def plain(folder, averaged):
@@ -173,9 +168,15 @@ def reductions(folder):
              **values)
 
 
-def fail(what):
-    """Workers that differ, or forget."""
+def fail(cases):
+    """Workers that differ, or forget: what each case is refused by."""
     workers = towers.workers.connect(time_limit=60)
+    for what in cases.split():
+        with tf.Graph().as_default():
+            _fail(workers, what)
+
+
+def _fail(workers, what):
     builder = towers.TowerBuilder(["/cpu:0"], workers=workers)
     second = workers.rank == 1
 
@@ -211,7 +212,7 @@ def fail(what):
                 session.run(broadcast)
             session.run(train_op)
     except (ValueError, tf.errors.OpError) as error:
-        print("refused: %s" % " ".join(str(error).split()))
+        print("%s is refused: %s" % (what, " ".join(str(error).split())))
 
 
 def drift(folder):

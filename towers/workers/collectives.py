@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 __all__ = ["Collectives"]
 
 _GROUP = 1  # the number of the group that all workers form
-_MADE = "_towers_collectives"  # attribute of a graph, a dict from instance numbers to signatures
+_MADE = "_towers_collectives"  # attribute of a graph, a dict from instance numbers to signatures; of None, the graph's own
 _NUMBERS = "_towers_collective_numbers"  # attribute of a graph, a dict from what is counted to its last number
 # What a collective op of 1.15 takes; others cross as the dtype that holds all their values.
 _TAKEN = (tf.float32, tf.float64, tf.int32, tf.int64)
@@ -33,6 +33,7 @@ class Collectives:
 
     def __init__(self, size, rank):
         self.size, self.rank, self.order = size, rank, list(range(size))
+        self._num_graphs = 0  # of this process, in which there is a collective
         self._device = "/job:worker/task:%d/cpu:0" % rank
 
     def sum(self, tensor, purpose, name="sum_of_workers"):
@@ -98,9 +99,14 @@ class Collectives:
         return tf.identity(tensor) if dtype in _TAKEN else tf.cast(tensor, _AS[dtype])
 
     def _options(self, kind, tensor, purpose):
-        signature = "%s of %s%s, %s" % (kind, tensor.dtype.name, tensor.shape, " ".join(map(str, purpose)))
+        # A process keeps an instance's first shape, so another graph whose sizes are others needs instances of its own.
+        made = _kept(tf.get_default_graph(), _MADE)
+        if not made:
+            self._num_graphs += 1
+            made[None] = "graph %d" % self._num_graphs
+        signature = "%s of %s%s, %s, %s" % (kind, tensor.dtype.name, tensor.shape, " ".join(map(str, purpose)), made[None])
         number = zlib.crc32(signature.encode()) & 0x7fffffff
-        other = _kept(tf.get_default_graph(), _MADE).setdefault(number, signature)
+        other = made.setdefault(number, signature)
         if other != signature:
             raise ValueError("%r and %r got the same number by chance, and would meet each other: build one of them in another "
                              "name scope." % (signature, other))
