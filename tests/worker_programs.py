@@ -1,7 +1,6 @@
 """What worker processes of tests run: `python -m tests.worker_programs NAME arguments`, under a TF_CONFIG."""
 import json
 import os
-import signal
 import sys
 import time
 import warnings
@@ -248,24 +247,6 @@ def connect(time_limit, seconds_late=0):
         print("connected to %s" % workers.tell_all(workers.rank))
     except RuntimeError as error:
         print("refused: %s" % error)
-
-
-def wait(what, time_limit):
-    """One of the workers ends, stops, or runs other steps."""
-    workers = towers.workers.connect(time_limit=float(time_limit))
-    total = workers.all_reduce(tf.constant(1.0))
-    with workers.session() as session:
-        for step in range(10):
-            if workers.rank == 1 and step == 5:
-                print("is here", flush=True)
-                if what == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if what == "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                if what == "sleep":
-                    signal.pause()
-            session.run(total)
-    print("done")
 
 
 if __name__ == "__main__":

@@ -113,6 +113,11 @@ class Collectives:
         return {"group_size": self.size, "group_key": _GROUP, "instance_key": number, "communication_hint": "ring"}
 
     @staticmethod
+    def name_graph(name):
+        """Names the default graph, which holds no collective yet, where purposes tell its collectives from all other graphs'."""
+        _kept(tf.get_default_graph(), _MADE)[None] = name
+
+    @staticmethod
     def made():
         """Returns what tells the collectives of the default graph apart, a sorted list of str."""
         return sorted(_kept(tf.get_default_graph(), _MADE).values())

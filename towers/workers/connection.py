@@ -280,6 +280,7 @@ class Workers:
 
     def _run_once(self, build, what):
         with tf.Graph().as_default() as graph:
+            self.collectives.name_graph("of what workers tell")  # not a number: some workers may have begun more graphs
             fetched = build()
             with self._watchdog.waiting(what), tf.Session(self.target, graph, self._config) as session:
                 return session.run(fetched)
