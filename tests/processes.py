@@ -2,21 +2,13 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from towers.launch import free_ports
+
 ROOT = str(Path(__file__).parent.parent)
-
-
-def free_ports(count):
-    """Returns ports that nothing listens on."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("localhost", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def cluster(count):

@@ -79,7 +79,7 @@ def test_workers_are_told_who_they_are_and_get_their_arguments(script, capfd):
 
 def test_ports_are_free_and_given_to_no_outgoing_connection():
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    ports = launch._free_ports(50)
+    ports = launch.free_ports(50)
     assert len(set(ports)) == 50 and not [port for port in ports if first <= port <= last]
     for port in ports:
         with socket.socket() as bound:

@@ -19,6 +19,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import set_variables
+from towers.launch import free_ports
 from towers.workers.one_client import _MEND, _Servers
 from towers.workers.watchdog import Watchdog
 
@@ -56,14 +57,6 @@ def cluster_of(**sizes):
             process.wait()
             process.stdin.close()
             process.stdout.close()
-
-
-def free_ports(count):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(contextlib.closing(socket.socket())) for _ in range(count)]
-        for each in sockets:
-            each.bind(("localhost", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from towers.launch import _free_ports
+from towers.launch import free_ports
 from towers.workers.watchdog import DEAD
 
 ROOT = str(Path(__file__).parent.parent)
@@ -40,7 +40,7 @@ with workers.session() as session:
 
 def two_workers(wrong):
     """Starts two workers, the second of which does `wrong` after three steps."""
-    addresses = ["localhost:%d" % port for port in _free_ports(2)]
+    addresses = ["localhost:%d" % port for port in free_ports(2)]
     return [subprocess.Popen(
         [sys.executable, "-c", SCRIPT % wrong], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True,
         env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3", TF_CONFIG=json.dumps(

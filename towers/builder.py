@@ -176,7 +176,7 @@ class TowerBuilder:
         self.place_variable = placement_of(variable_placement, self.devices)
         self._is_replicated = variable_placement == "replicated"
         warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
-        self.workers = check_workers(workers)
+        self.workers = _check_workers(workers)
 
     def build(self, model_fn, batch, training=True, alike=True):
         """Builds one tower for each device.
@@ -306,7 +306,7 @@ class _Build:
         return Tower(context, outputs, loss, weight, updates, ops)
 
 
-def check_workers(workers):
+def _check_workers(workers):
     """Returns `workers` where there is more than one, else None; a TypeError if it is nothing that `connect` returned."""
     if workers is not None and not hasattr(workers, "tell_all"):
         raise TypeError("workers has to be what towers.workers.connect() returned, not %r." % (workers,))

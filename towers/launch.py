@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 
-__all__ = ["launch", "main"]
+__all__ = ["free_ports", "launch", "main"]
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITH_VALUE = ("-n", "--num-workers", "--restarts", "--time-limit", "--grace")
@@ -153,7 +153,7 @@ class _Workers:
         self.output_error = None
 
     def __enter__(self):
-        addresses = ["localhost:%d" % port for port in _free_ports(self._size)]
+        addresses = ["localhost:%d" % port for port in free_ports(self._size)]
         try:
             for rank in range(self._size):
                 self._start(rank, addresses)
@@ -236,7 +236,7 @@ def _die_with_parent():
     return before_exec
 
 
-def _free_ports(count):
+def free_ports(count):
     """Returns ports that nobody listens on, and that no outgoing connection is given either, as it may be while workers start."""
     first, last = _outgoing_ports()
     candidates = [port for port in range(10000, 65536) if not first <= port <= last]

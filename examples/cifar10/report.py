@@ -147,7 +147,7 @@ def draw_curve(history, title, path):
     right.set_ylabel("accuracy in %")
     for axes in (left, right):
         axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import data, train
-from towers.launch import _free_ports
+from towers.launch import free_ports
 
 ROOT = str(Path(__file__).parent.parent.parent)
 LAUNCH = [ROOT + "/towers/launch.py", "-n", "2"]  # as a file: it imports no TensorFlow
@@ -160,7 +160,7 @@ def test_a_worker_alone_without_the_others_says_so(tmp_path, monkeypatch, capsys
 
 
 def test_a_worker_that_nobody_joins_ends_with_a_status_that_is_tried_again(tmp_path):
-    config = {"cluster": {"worker": ["localhost:%d" % port for port in _free_ports(2)]}, "task": {"type": "worker", "index": 0}}
+    config = {"cluster": {"worker": ["localhost:%d" % port for port in free_ports(2)]}, "task": {"type": "worker", "index": 0}}
     process = command(["-m", "examples.cifar10.train", "--train-dir", str(tmp_path)], TF_CONFIG=json.dumps(config),
                       TOWERS_TIME_LIMIT="1")
     _, err = process.communicate(timeout=60)
