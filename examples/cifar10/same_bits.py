@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from concurrent.futures.process import BrokenProcessPool
 from typing import NamedTuple
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -104,7 +105,11 @@ def in_a_process(settings, part):
     """Calls `digests` in a process of its own: nothing that TensorFlow keeps for a process is shared."""
     # An executor, since a Pool waits for ever for a process that was killed.
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        return executor.submit(digests, settings, part).result()
+        try:
+            return executor.submit(digests, settings, part).result()
+        except BrokenProcessPool as error:
+            raise UsageError("A training's process was killed, for want of memory maybe: see what else runs, and run it again.") \
+                from error
 
 
 def digests(settings, part):

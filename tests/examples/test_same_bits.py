@@ -1,5 +1,7 @@
 """The command that holds digests of trainings on several numbers of devices side by side."""
+import os
 import re
+import signal
 
 import pytest
 
@@ -32,6 +34,17 @@ def test_trainings_with_other_bits_have_status_1_and_are_named(capsys, monkeypat
     digests = re.findall(r"  ([0-9a-f]{64})$", out, re.M)
     assert digests[0] == digests[1] != digests[2]
     assert re.search(r"^Different bits: in \d+ of \d+ variables, \S+ among them\.\n$", out, re.M)
+
+
+def killed(settings, part):
+    """A training that the system kills."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_training_that_is_killed_is_one_sentence_and_status_2(capsys, monkeypatch):
+    monkeypatch.setattr(same_bits, "digests", killed)
+    assert same_bits.main(SMALL) == 2
+    assert capsys.readouterr().err.startswith("error: A training's process was killed, for want of memory maybe")
 
 
 @pytest.mark.parametrize("other,status,words", [
