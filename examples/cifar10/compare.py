@@ -73,9 +73,6 @@ def compare(settings):
         raise UsageError("A batch of %d does not make two or more towers of %d images each."
                          % (settings.batch_size, settings.images_a_tower))
     dataset = load_data(settings)
-    if settings.batch_size > len(dataset.train.labels):
-        raise UsageError("A batch of %d is larger than the %d training images."
-                         % (settings.batch_size, len(dataset.train.labels)))
     json_path, png_path = (os.path.join(settings.out, "compare." + ending) for ending in ("json", "png"))
     described = {name: getattr(settings, name) for name in ("depth", "batch_size", "images_a_tower", "steps", "learning_rate")}
     comparison = read(json_path, dict(described, data=dataset.name, tensorflow=tf.__version__))

@@ -24,6 +24,7 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 from examples.cifar10 import data, train  # noqa: E402
 from examples.cifar10.arguments import add_data_arguments, load_data, positive_int  # noqa: E402
 from examples.cifar10.checkpoint import UsageError, make_saver, restore  # noqa: E402
+from examples.cifar10.model import resnet  # noqa: E402
 from examples.cifar10.report import exit_status  # noqa: E402
 from examples.cifar10.training import Training, alone  # noqa: E402
 
@@ -64,6 +65,29 @@ def parse_arguments(argv):
 
 def compare(settings):
     """Trains, prints the digests side by side, and returns the exit status."""
+    data_name, found = check(settings), {}
+    print("ResNet-%d on %s, %d synced towers, batch %d, %d steps, seed %d, TensorFlow %s." % (
+        settings.depth, data_name, settings.num_towers, settings.batch_size, settings.steps, settings.seed, tf.__version__))
+    with tempfile.TemporaryDirectory() as folder:
+        trainings = trainings_of(settings, os.path.join(folder, "model.ckpt"))
+        width = max(map(len, trainings))
+        print("%-*s  SHA-256 of all variables" % (width, "towers on"), flush=True)
+        for name, parts in trainings.items():
+            for part in parts:
+                found[name] = in_a_process(settings, part)
+            print("%-*s  %s" % (width, name, digest_of_all(found[name])), flush=True)
+    first, *others = found.values()
+    if all(other == first for other in others):
+        print("The same bits.")
+        return 0
+    names = sorted(set(first).union(*others))
+    different = [name for name in names if any(other.get(name) != first.get(name) for other in others)]
+    print("Different bits: in %d of %d variables, %s among them." % (len(different), len(names), different[0]))
+    return 1
+
+
+def check(settings):
+    """Returns the name of the data; raises `UsageError` for what can't be done, before any process starts."""
     if len(set(settings.devices)) < 2 or settings.steps < 2:
         raise UsageError("There is nothing to compare: name two numbers of --devices or more, and two --steps or more.")
     if max(settings.devices) > settings.num_towers:
@@ -71,30 +95,20 @@ def compare(settings):
                          % (settings.num_towers, max(settings.devices)))
     if settings.batch_size < settings.num_towers:
         raise UsageError("A batch of %d is too small for %d towers." % (settings.batch_size, settings.num_towers))
+    try:
+        resnet(settings.depth)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return load_data(settings).name
+
+
+def trainings_of(settings, path):
+    """Returns the parts of each training by its name: on each number of devices, and stopped half-way, saved at a path."""
     first, last, half = settings.devices[0], settings.devices[-1], settings.steps // 2
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "model.ckpt")
-        trainings = [(_devices(number), [Part(number, 0, settings.steps)]) for number in settings.devices]
-        trainings.append(("%s, after %d steps %s" % (_devices(last), half, _devices(first)), [
-            Part(last, 0, half, end=path), Part(first, half, settings.steps, begin=path)]))
-        print("ResNet-%d on %s, %d synced towers, batch %d, %d steps, seed %d, TensorFlow %s." % (
-            settings.depth, "CIFAR-10" if settings.data_dir else "images made here", settings.num_towers, settings.batch_size,
-            settings.steps, settings.seed, tf.__version__), flush=True)
-        width = max(len(name) for name, _ in trainings)
-        print("%-*s  SHA-256 of all variables" % (width, "towers on"), flush=True)
-        for name, parts in trainings:
-            for part in parts:
-                found[name] = in_a_process(settings, part)
-            print("%-*s  %s" % (width, name, digest_of_all(found[name])), flush=True)
-    first_found, *others = found.values()
-    different = [name for name in first_found if any(other.get(name) != first_found[name] for other in others)]
-    if not different and all(set(other) == set(first_found) for other in others):
-        print("The same bits.")
-        return 0
-    print("Different bits: in %d of %d variables, %s among them." % (
-        len(different), len(first_found), different[0] if different else "some that others lack"))
-    return 1
+    trainings = {_devices(number): [Part(number, 0, settings.steps)] for number in settings.devices}
+    trainings["%s, after %d steps %s" % (_devices(last), half, _devices(first))] = [
+        Part(last, 0, half, end=path), Part(first, half, settings.steps, begin=path)]
+    return trainings
 
 
 def _devices(number):

@@ -101,9 +101,6 @@ def train(settings):
     """Trains as the settings say, and returns the exit status."""
     workers = connect(settings)
     dataset = load_data(settings)
-    if settings.batch_size > len(dataset.train.labels):
-        raise UsageError("A batch of %d is larger than the %d training images."
-                         % (settings.batch_size, len(dataset.train.labels)))
     with tf.Graph().as_default():
         if workers.is_chief:
             check_settings(settings, dataset.name)

@@ -41,7 +41,7 @@ class Training:
       dtype: of the model, as for `resnet`.
 
     Raises:
-      UsageError: for what the model or its towers refuse.
+      UsageError: for a batch that is larger than the training images, and for what the model refuses.
 
     Attributes:
       workers: `towers.workers.Workers`.
@@ -55,6 +55,9 @@ class Training:
     """
 
     def __init__(self, settings, dataset, workers, devices=None, dtype=None):
+        if settings.batch_size > len(dataset.train.labels):
+            raise UsageError("A batch of %d is larger than the %d training images."
+                             % (settings.batch_size, len(dataset.train.labels)))
         tf.set_random_seed(settings.seed)
         self.workers, self.data_name = workers, dataset.name
         self.who = "%d towers" % (workers.size * settings.num_towers)

@@ -61,7 +61,8 @@ def test_smoothed_labels_have_the_cross_entropy_of_the_formula():
 
 
 @pytest.mark.parametrize("smoothing", ["1", "-0.1", "nan"])
-def test_a_label_smoothing_that_is_no_share_is_one_sentence_and_status_2(tmp_path, capsys, smoothing):
+def test_a_label_smoothing_that_is_no_share_is_one_sentence_and_status_2(tmp_path, capsys, monkeypatch, smoothing):
+    monkeypatch.setattr(data, "generate", lambda made=data.generate(150, 20): made)
     assert train.main(["--label-smoothing", smoothing, "--depth", "8", "--train-dir", str(tmp_path / "new")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: The label smoothing is a share from 0 to less than 1, not ") and error.count("\n") == 1

@@ -51,7 +51,7 @@ def test_a_training_that_is_killed_is_one_sentence_and_status_2(capsys, monkeypa
     ({"a": "1", "b": "2"}, 0, "The same bits"),
     ({"a": "1", "b": "3"}, 1, "Different bits: in 1 of 2 variables, b among them"),
     ({"a": "1"}, 1, "Different bits: in 1 of 2 variables, b among them"),
-    ({"a": "1", "b": "2", "c": "3"}, 1, "Different bits: in 0 of 2 variables, some that others lack among them")])
+    ({"a": "1", "b": "2", "c": "3"}, 1, "Different bits: in 1 of 3 variables, c among them")])
 def test_every_variable_counts(capsys, monkeypatch, other, status, words):
     monkeypatch.setattr(same_bits, "in_a_process", lambda settings, part: (
         other if part.num_devices == 2 and not part.end else {"a": "1", "b": "2"}))
@@ -66,7 +66,8 @@ def test_every_variable_counts(capsys, monkeypatch, other, status, words):
     (["--devices", "1", "3"], "2 towers leave some of 3 devices without one"),
     (["--batch-size", "1"], "A batch of 1 is too small for 2 towers"),
     (["--data-dir", "/nonexistent"], "There is no folder /nonexistent"),
-    (["--depth", "9"], "6n + 2")])
+    (["--depth", "9"], "6n + 2"),
+    (["--batch-size", "5001"], "A batch of 5001 is larger than the 5000 training images")])  # as its process says
 def test_bad_input_is_one_sentence_and_status_2(capsys, arguments, message):
     assert same_bits.main(SMALL + arguments) == 2
     error = capsys.readouterr().err
