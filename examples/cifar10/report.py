@@ -138,8 +138,8 @@ def draw_curve(history, title, path):
     from matplotlib.ticker import MaxNLocator
     epochs = [record["epoch"] for record in history]
     figure, (left, right) = new_figure(1, 2, figsize=(9, 3.6))
-    left.plot(epochs, [record["train_loss"] for record in history], "o-", label="training")
-    left.set_ylabel("loss")
+    left.plot(epochs, [record["train_loss"] for record in history], "o-")
+    left.set_ylabel("training loss")
     right.plot(epochs, [100 * record["train_accuracy"] for record in history], "o-", label="training")
     right.plot(epochs, [100 * record["test_accuracy"] for record in history], "o-", label="test")
     right.set_ylabel("accuracy in %")
@@ -147,9 +147,9 @@ def draw_curve(history, title, path):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(alpha=0.3)
-        axes.legend()
     figure.suptitle(title)
-    figure.tight_layout()
+    figure.legend(*right.get_legend_handles_labels(), loc="lower center", ncol=2)  # where it hides nothing
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     save_figure(figure, path)
 
 
