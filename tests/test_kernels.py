@@ -28,7 +28,7 @@ def chosen(shape, dtype, axis, machine):
 
 
 @pytest.mark.parametrize("shape,dtype,axis,machine,expected", [
-    ([64, 64, 64, 16], tf.float32, 3, GPU, "cudnn_small"), ([64, 64, 64, 17], tf.float32, 3, GPU, "cudnn"),
+    ([64, 64, 64, 32], tf.float32, 3, GPU, "cudnn_small"), ([64, 64, 64, 33], tf.float32, 3, GPU, "cudnn"),
     ([None, 32, 32, 16], tf.float32, 3, GPU, "cudnn_unsized"), ([0, 32, 32, 16], tf.float32, 3, GPU, "cudnn_unsized"),
     ([1, 1, 1, 16], tf.float32, 3, GPU, "cudnn_unsized"), ([64, 32, 32, 16], tf.float32, 3, UNKNOWN, "cudnn_unsized"),
     ([64, 32, 32, 16], tf.float32, 3, DETERMINISTIC_GPU, "cudnn_small"),
