@@ -84,7 +84,7 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast", "contextlib", "copy", "ctypes",
-                   "functools", "hashlib", "inspect", "itertools", "json", "operator", "os", "random", "re", "shutil",
+                   "functools", "hashlib", "importlib", "inspect", "itertools", "json", "operator", "os", "random", "re", "shutil",
                    "signal", "socket", "subprocess", "sys", "threading", "time", "typing", "warnings", "zlib"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 
