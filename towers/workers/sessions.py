@@ -64,7 +64,7 @@ class Hook(tf.train.SessionRunHook):
                 session.run(self._broadcast)
         except _OF_A_LOST_WORKER as error:
             # Of these errors a monitored session makes its session anew, and would do so forever.
-            raise RuntimeError("The connection between the workers was lost, though all of them answer. Start all again, from the "
+            raise RuntimeError("The connection between workers was lost, though all of them answer: start all again, from the "
                                "last checkpoint (%s)." % str(error).strip().split("\n")[0]) from error
 
     def before_run(self, run_context):
