@@ -1,4 +1,4 @@
-# `make train`, `make train-workers`, `make test` and `make bench` do all their set-up: Python and make are enough.
+# Every command does all its set-up: Python and make are enough.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -8,11 +8,12 @@ TEST_PROCESSES ?= 2
 TRAIN_DIR ?= runs/generated
 WORKERS_DIR ?= runs/generated-workers
 BENCH_DIR ?= runs/benchmarks
+COMPARE_DIR ?= runs/compare-generated
 # With pyenv, the Pythons of all lanes have to be made visible.
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train train-workers bench test test-graph test-all lint clean
+.PHONY: train train-workers compare same-bits bench test test-graph test-all lint clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
@@ -21,6 +22,14 @@ train: $(VENV)/ready
 train-workers: $(VENV)/ready
 	$(RUN) -m towers.launch -n 2 --restarts 3 -m examples.cifar10.train --num-towers 1 --depth 14 --batch-size 64 \
 		--epochs 6 --train-dir $(WORKERS_DIR)
+
+# One batch as one tower, as synced towers and as unsynced ones, on images made on the spot: a table and a picture.
+compare: $(VENV)/ready
+	$(RUN) -m examples.cifar10.compare --depth 8 --batch-size 16 --images-a-tower 2 --seeds 2 --steps 300 --out $(COMPARE_DIR)
+
+# The same towers on 1, 2 and 4 devices, and over a checkpoint: digests of all variables side by side.
+same-bits: $(VENV)/ready
+	$(RUN) -m examples.cifar10.same_bits
 
 # Every benchmark in this lane; leave the machine alone meanwhile.
 bench: $(VENV)/ready

@@ -7,12 +7,14 @@ import tensorflow.compat.v1 as tf
 
 from examples.cifar10.report import WriteError, read_json, reason, write_json
 
-__all__ = ["UsageError", "check_checkpoint", "check_folder", "check_settings", "make_saver", "read_history",
+__all__ = ["UsageError", "changed_settings", "check_checkpoint", "check_folder", "check_settings", "make_saver", "read_history",
            "read_settings", "read_sums", "restore", "save", "saved_checkpoints"]
 
 _INDEX = re.compile(r"model\.ckpt-(\d+)\.index$")
 _KEPT = 3
 _FILES = ("checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png")
+_FOLLOWED = ("batch_size", "epochs", "steps", "learning_rate", "warmup_steps", "weight_decay", "label_smoothing", "recipe",
+             "sync_bn", "update_ops", "seed")
 _OF_A_RECORD = ("step", "epoch", "train_loss", "train_accuracy", "test_accuracy")
 
 
@@ -167,6 +169,20 @@ def check_settings(settings, data_name):
         if before.get(name, now) != now:
             raise UsageError("%s holds a training with %s %s, and %s was asked for: choose another --train-dir."
                              % (settings.train_dir, name, before[name], now))
+
+
+def changed_settings(settings):
+    """Returns which of the settings that a training follows are others than those that its folder was left with.
+
+    Args:
+      settings: of the command line.
+
+    Returns:
+      A list of (name, value now, value before).
+    """
+    before = read_settings(settings.train_dir)
+    return [(name, getattr(settings, name), before[name]) for name in _FOLLOWED
+            if name in before and before[name] != getattr(settings, name)]
 
 
 def check_checkpoint(path, variables, depth):

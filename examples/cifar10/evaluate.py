@@ -17,11 +17,12 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 import tf_syncbn  # noqa: E402
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
+from examples.cifar10.arguments import add_data_arguments, add_train_dir, load_data, positive_int  # noqa: E402
 from examples.cifar10.checkpoint import (  # noqa: E402
     UsageError, check_checkpoint, read_settings, restore, saved_checkpoints)
 from examples.cifar10.model import resnet  # noqa: E402
 from examples.cifar10.report import exit_status  # noqa: E402
-from examples.cifar10.train import add_data_arguments, load_data, positive_int, tower_devices  # noqa: E402
+from examples.cifar10.training import tower_devices  # noqa: E402
 
 _NEEDED = {"depth": int, "data": str, "sync_bn": bool, "weight_decay": (int, float)}
 
@@ -32,6 +33,7 @@ def main(argv=None):
     tf.logging.set_verbosity(tf.logging.ERROR)
     parser = argparse.ArgumentParser(prog="python -m examples.cifar10.evaluate", description=__doc__.split("\n\n")[0])
     add_data_arguments(parser)
+    add_train_dir(parser)
     parser.add_argument("--batch-size", type=positive_int, default=500, help="of all towers together (default 500)")
     parser.add_argument("--recalibrate", type=positive_int, metavar="K",
                         help="estimate the moving averages anew, over K batches of training images")

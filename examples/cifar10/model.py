@@ -15,7 +15,7 @@ __all__ = ["resnet"]
 _MOMENTUM, _EPSILON = 0.9, 1e-5
 
 
-def resnet(depth=20, sync_bn=True, weight_decay=1e-4, classes=10):
+def resnet(depth=20, sync_bn=True, weight_decay=1e-4, classes=10, label_smoothing=0.0, dtype=None):
     """Returns a model function of images and labels.
 
     Args:
@@ -23,19 +23,27 @@ def resnet(depth=20, sync_bn=True, weight_decay=1e-4, classes=10):
       sync_bn: whether batch norm takes the moments of all towers, or each tower's own.
       weight_decay: float, times half the squared norm of all kernels, is added to the loss.
       classes: int.
+      label_smoothing: float, the share of a label that is spread evenly over all classes.
+      dtype: tf.float32 or tf.float64, of the variables and all that is computed; None is what the variable scope says.
 
     Returns:
       A function of images, float32 [b, 32, 32, 3], and labels, int32 [b]. It returns a dict of "loss" (mean cross-entropy
       plus weight decay), "accuracy" (scalar) and "correct" (bool [b]).
 
     Raises:
-      ValueError: for another depth.
+      ValueError: for another depth, and for a label smoothing that is not from 0 to less than 1.
     """
     if depth < 8 or depth % 6 != 2:
         raise ValueError("The depth of this ResNet is 6n + 2: 8, 14, 20, 32, 44, 56, 110; not %d." % depth)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError("The label smoothing is a share from 0 to less than 1, not %s." % label_smoothing)
     batch_norm = _sync_batch_norm if sync_bn else _batch_norm
 
     def model_fn(images, labels):
+        with tf.variable_scope(tf.get_variable_scope(), dtype=dtype, auxiliary_name_scope=False):
+            return network(images if dtype is None else tf.cast(images, dtype), labels)
+
+    def network(images, labels):
         kernels = []
         x = tf.nn.relu(batch_norm(_conv(images, 16, 1, "first", kernels), "first_bn"))
         for stage, channels in enumerate((16, 32, 64)):
@@ -45,7 +53,7 @@ def resnet(depth=20, sync_bn=True, weight_decay=1e-4, classes=10):
                     x = _block(x, channels, stride, batch_norm, kernels)
         x = tf.reduce_mean(x, [1, 2])
         logits = _dense(x, classes, kernels)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+        losses = _cross_entropies(labels, logits, label_smoothing)
         decay = weight_decay * tf.add_n([tf.nn.l2_loss(kernel) for kernel in kernels])
         correct = tf.equal(tf.argmax(logits, 1, output_type=tf.int32), labels)
         accuracy = tf.reduce_mean(tf.cast(correct, tf.float32))
@@ -81,12 +89,20 @@ def _dense(x, units, kernels):
         return tf.matmul(x, kernel) + tf.get_variable("bias", [units], initializer=tf.zeros_initializer())
 
 
+def _cross_entropies(labels, logits, smoothing):
+    if not smoothing:
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    classes = logits.shape.as_list()[-1]
+    smooth = tf.one_hot(labels, classes, dtype=logits.dtype) * (1 - smoothing) + smoothing / classes
+    return tf.nn.softmax_cross_entropy_with_logits_v2(labels=smooth, logits=logits)
+
+
 def _sync_batch_norm(x, name):
     return tf_syncbn.sync_batch_norm(x, momentum=_MOMENTUM, epsilon=_EPSILON, name=name)
 
 
 def _batch_norm(x, name):
-    """Ordinary batch norm, of each tower alone: the fused op, moving averages in UPDATE_OPS."""
+    """Ordinary batch norm, of each tower alone, moving averages in UPDATE_OPS."""
     with tf.variable_scope(name):
         def variable(variable_name, initializer, trainable):
             return tf.get_variable(variable_name, [x.shape.as_list()[-1]], initializer=initializer, trainable=trainable)
@@ -94,9 +110,17 @@ def _batch_norm(x, name):
         moving_mean = variable("moving_mean", tf.zeros_initializer(), False)
         moving_variance = variable("moving_variance", tf.ones_initializer(), False)
         if not towers.current_tower().training:
-            y, _, _ = tf.nn.fused_batch_norm(x, gamma, beta, moving_mean, moving_variance, _EPSILON, is_training=False)
-            return y
-        y, mean, variance = tf.nn.fused_batch_norm(x, gamma, beta, epsilon=_EPSILON, is_training=True)
+            return _normalize(x, gamma, beta, moving_mean, moving_variance)[0]
+        y, mean, variance = _normalize(x, gamma, beta)
         for moving, batch in ((moving_mean, mean), (moving_variance, variance)):
             tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, (moving - batch) * (1 - _MOMENTUM)))
         return y
+
+
+def _normalize(x, gamma, beta, mean=None, variance=None):
+    """Returns the normalized `x` and the moments, by default its own: by the fused op, which has no kernel for float64."""
+    if x.dtype != tf.float64:
+        return tf.nn.fused_batch_norm(x, gamma, beta, mean, variance, _EPSILON, is_training=mean is None)
+    if mean is None:
+        mean, variance = tf.nn.moments(x, [0, 1, 2])
+    return tf.nn.batch_normalization(x, mean, variance, beta, gamma, _EPSILON), mean, variance

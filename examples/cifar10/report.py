@@ -9,7 +9,8 @@ import time
 import tensorflow.compat.v1 as tf
 import tqdm
 
-__all__ = ["EventWriter", "Progress", "WriteError", "draw_curve", "exit_status", "read_json", "reason", "write_json"]
+__all__ = ["EventWriter", "Progress", "WriteError", "draw_curve", "exit_status", "new_figure", "read_json", "reason",
+           "save_figure", "write_json"]
 
 
 class WriteError(Exception):
@@ -134,12 +135,9 @@ def draw_curve(history, title, path):
     Raises:
       WriteError: if it can't be written.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator
     epochs = [record["epoch"] for record in history]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.6))
+    figure, (left, right) = new_figure(1, 2, figsize=(9, 3.6))
     left.plot(epochs, [record["train_loss"] for record in history], "o-", label="training")
     left.set_ylabel("loss")
     right.plot(epochs, [100 * record["train_accuracy"] for record in history], "o-", label="training")
@@ -152,8 +150,28 @@ def draw_curve(history, title, path):
         axes.legend()
     figure.suptitle(title)
     figure.tight_layout()
-    _replace(path, lambda scratch: figure.savefig(scratch, dpi=120, format="png"))
-    pyplot.close(figure)
+    save_figure(figure, path)
+
+
+def new_figure(*shape, **options):
+    """Returns a figure and its axes, as `pyplot.subplots` does; it needs no display."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    return pyplot.subplots(*shape, **options)
+
+
+def save_figure(figure, path):
+    """Writes a figure as a PNG that is never seen half written, and closes it.
+
+    Raises:
+      WriteError: if it can't be written.
+    """
+    from matplotlib import pyplot
+    try:
+        _replace(path, lambda scratch: figure.savefig(scratch, dpi=120, format="png"))
+    finally:
+        pyplot.close(figure)
 
 
 def write_json(path, content):

@@ -2,6 +2,7 @@
 
 An epoch has five steps of 10. TOWERS_TEST_SLOWLY is how many seconds a step takes longer.
 """
+import functools
 import json
 import os
 import sys
@@ -14,15 +15,6 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 from examples.cifar10 import data, record, train  # noqa: E402
 
 
-def in_float64(*arguments):
-    """Returns the example's model, cast."""
-    def model_fn(images, labels):
-        with tf.variable_scope("float64", dtype=tf.float64):
-            return resnet(*arguments)(tf.cast(images, tf.float64), labels)
-    resnet = made
-    return model_fn
-
-
 def note(self, step, loss, accuracy):
     """Notes a step's loss beside what the record keeps of it."""
     losses.append(float(loss))
@@ -31,11 +23,11 @@ def note(self, step, loss, accuracy):
 
 
 path, dtype = sys.argv[1:3]
-losses, kept, made = [], record.Record.step, train.resnet
+losses, kept = [], record.Record.step
 record.Record.step = note
 data.generate = lambda generated=data.generate(59, 21): generated
 if dtype == "float64":
-    train.resnet = in_float64
+    train.Training = functools.partial(train.Training, dtype=tf.float64)
 status = train.main(sys.argv[3:])
 if losses:  # the chief's
     with open(path, "w") as f:

@@ -1,0 +1,37 @@
+"""What the commands' arguments have in common, and the data that they name."""
+import argparse
+
+from examples.cifar10 import data
+from examples.cifar10.checkpoint import UsageError
+
+__all__ = ["add_data_arguments", "add_train_dir", "load_data", "positive_int"]
+
+
+def add_data_arguments(parser):
+    """Adds what names the data."""
+    parser.add_argument("--data-dir", help="folder of CIFAR-10, binary or Python files; without it, images made here")
+    parser.add_argument("--download", action="store_true", help="fetch CIFAR-10 into --data-dir if it is not there")
+
+
+def add_train_dir(parser):
+    """Adds what training and evaluation share beside the data."""
+    parser.add_argument("--train-dir", default="runs/cifar10", help="default runs/cifar10")
+    parser.add_argument("--num-towers", type=positive_int, default=2, help="of each worker (default 2)")
+
+
+def positive_int(text):
+    """Returns an int of 1 or more, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("%s is not 1 or more" % text)
+    return value
+
+
+def load_data(settings):
+    """Returns the `data.Dataset` that the settings name, downloaded if they say so."""
+    if settings.download:
+        if not settings.data_dir:
+            raise UsageError("--download needs a --data-dir to fetch CIFAR-10 into.")
+        if not data.is_there(settings.data_dir):
+            data.download(settings.data_dir)
+    return data.load(settings.data_dir) if settings.data_dir else data.generate()
