@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import tensorflow.compat.v1 as tf
+from tensorflow.python.framework import config
 
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
-from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_differentiable, is_recorded,
-                            not_recorded, outer_control_flow, rewire, run_after, runs_onednn, take_in, taken_from_outside,
-                            wait_only_for, waiting_for, within_control_flow)
+from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_deterministic, is_differentiable,
+                            is_recorded, not_recorded, outer_control_flow, rewire, run_after, runs_onednn, take_in,
+                            taken_from_outside, wait_only_for, waiting_for, within_control_flow)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
@@ -178,6 +179,17 @@ def test_ops_of_a_gradient_know_the_op_that_they_are_the_gradient_of():
     made = [op for op in tf.get_default_graph().get_operations() if op not in before]
     assert forward_op_of(y.op) is None
     assert any(op.type == "Cos" and forward_op_of(op) is y.op for op in made)
+
+
+def test_that_ops_are_to_be_deterministic_is_known(monkeypatch):
+    assert not is_deterministic()
+    monkeypatch.setenv("TF_DETERMINISTIC_OPS", "1")
+    switch = getattr(config, "enable_op_determinism", lambda: None)  # TensorFlow 2 has read the environment already
+    switch()
+    try:
+        assert is_deterministic()
+    finally:
+        getattr(config, "disable_op_determinism", lambda: None)()
 
 
 def test_onednn_is_known_without_a_session():

@@ -245,6 +245,19 @@ def test_output_that_can_not_be_written_stops_the_workers(script, tmp_path):
     assert "Traceback" not in err and not [pid for pid in pids(tmp_path, 2) if is_alive(pid)]
 
 
+def test_a_module_is_looked_for_where_workers_find_it_and_not_imported(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "__init__.py").write_text("print('imported')")
+    (tmp_path / "beside" / "train.py").write_text("print('trained')")
+    path = list(sys.path)
+    assert launch.main(["-n", "1", "-m", "beside.train"]) == 0
+    assert capfd.readouterr().out == "[0] imported\n[0] trained\n"  # by the worker alone
+    assert sys.path == path and "beside" not in sys.modules
+    process = start("-n", "1", "-m", "sums")  # what stands beside the launcher's own file is no worker's
+    assert "there is no module sums." in process.communicate(timeout=20)[1] and process.returncode == 2
+
+
 @pytest.mark.parametrize("arguments,message", [
     ([], "-n/--num-workers"), (["-n", "2"], "what is to run? Name a script, -m and a module, or a program"),
     (["-n", "2", "-m"], "what is to run?"), (["-n", "0", "true"], "0 is less than 1"), (["-n", "two", "true"], "two"),
@@ -252,6 +265,8 @@ def test_output_that_can_not_be_written_stops_the_workers(script, tmp_path):
     (["-n", "1", "--grace", "inf", "true"], "or no number"), (["-n", "1", "--restart", "1", "true"], "--restart"),
     (["-n", "1", "absent.py"], "there is no script absent.py"),
     (["-n", "1", "absent"], "there is no program absent: a script ends in .py, and -m goes before a module"),
+    (["-n", "1", "--restarts", "5", "-m", "absent_module"], "there is no module absent_module."),
+    (["-n", "1", "-m", "absent.train"], "there is no module absent.train."), (["-n", "1", "-m", ".train"], "no module .train."),
 ])
 def test_a_bad_command_line_is_said_with_status_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as error:

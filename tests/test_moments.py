@@ -9,7 +9,8 @@ from tests.batch_norm_oracle import largest
 from tests.support import run, session
 from tf_syncbn.kernels.graph_function import call
 from tf_syncbn.kernels.local_moments import moments_as_it_is, moments_by_differences
-from tf_syncbn.kernels.moments import merge, split
+from tf_syncbn.kernels.merge import merge
+from tf_syncbn.kernels.moments import split
 from tf_syncbn.kernels.rows import add_along, known_count, multiply_along
 from tf_syncbn.kernels.sums import channel_sums
 
@@ -58,7 +59,7 @@ def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant
     with tf.Graph().as_default(), session() as made:
         fed = tf.placeholder(dtype, x.shape if is_known else [None, CHANNELS])
         packed = call(moments_as_it_is, fed, product=product)
-        n, mean, variance = made.run(split(merge(packed, counts=counts_of(fed))), {fed: x})
+        n, mean, variance = made.run(split(merge(packed, channels=CHANNELS, counts=counts_of(fed))), {fed: x})
     assert n == count and (variance >= 0).all()
     if count:
         exact, means = x.astype(np.longdouble), np.abs(means)
@@ -77,7 +78,8 @@ def test_variance_is_right_where_the_rows_that_differences_are_taken_from_are_al
     x[:count // 9] = 9.93
     with tf.Graph().as_default(), session() as made:
         fed = tf.placeholder(tf.float32, x.shape if is_known else [None, CHANNELS])
-        _, _, variance = made.run(split(merge(call(moments_by_differences, fed, None, axis=1), counts=counts_of(fed))), {fed: x})
+        packed = call(moments_by_differences, fed, None, axis=1)
+        _, _, variance = made.run(split(merge(packed, channels=CHANNELS, counts=counts_of(fed))), {fed: x})
     assert largest(variance / x.astype(np.float64).var(0) - 1) < 1e-5
 
 

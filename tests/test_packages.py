@@ -18,18 +18,19 @@ ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "t
                     "placement", "rows", "batch", "shares", "sharing", "graph_walk", "workers.cluster", "workers.collectives",
                     "workers.watchdog", "workers.gradient_sums", "workers.variables", "workers.peers", "workers.sessions",
                     "workers.plain", "workers.one_client", "workers.connection", "workers.__init__", "logits", "losses", "input",
-                    "global_loss", "graph_collections", "functions", "likeness", "twins", "ordering", "written", "state",
-                    "replicated", "empty_batches", "keras3", "inner_training", "variable_placement", "builder", "update_ops",
-                    "overlap", "packing", "gradients", "transforms", "masking", "accumulation", "loss_scale", "training",
-                    "graph_copy", "shared_draws", "loop", "estimators.own_data", "estimators.gradient_forms",
+                    "global_loss", "replicas", "graph_collections", "functions", "likeness", "twins", "ordering", "written",
+                    "state", "replicated", "empty_batches", "keras3", "inner_training", "variable_placement", "builder",
+                    "update_ops", "overlap", "packing", "gradients", "transforms", "masking", "accumulation", "loss_scale",
+                    "training", "graph_copy", "shared_draws", "loop", "estimators.own_data", "estimators.gradient_forms",
                     "estimators.tower_optimizer", "estimators.steps", "estimators.metrics", "estimators.specs",
                     "estimators.replication", "estimators.__init__", "assignment", "testing", "launch"],
          "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",
-                       "kernels.fused_op", "kernels.reference", "kernels.cudnn", "kernels.cudnn_small", "kernels.onednn",
-                       "kernels.eigen_tf1", "kernels.eigen", "kernels.eigen_plain", "kernels.__init__", "kernels.choose",
-                       "kernels.inference", "arguments",
+                       "kernels.fused_op", "kernels.merge", "kernels.reference", "kernels.own_gradient", "kernels.cudnn_unsized",
+                       "kernels.cudnn", "kernels.cudnn_small", "kernels.onednn", "kernels.eigen_tf1", "kernels.eigen",
+                       "kernels.eigen_plain", "kernels.__init__", "kernels.choose", "kernels.inference", "arguments",
                        "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",
-                       "conversion.dependence", "conversion.factors", "conversion.axis_rules", "conversion.layout",
+                       "conversion.dependence", "conversion.factors", "conversion.loop_rules", "conversion.axis_rules",
+                       "conversion.layout",
                        "conversion.counts", "conversion.fused_batch_norms", "conversion.roots", "conversion.squares",
                        "conversion.detection",
                        "conversion.crossings", "conversion.replacement", "conversion.convert", "conversion.__init__",
@@ -84,8 +85,8 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast", "contextlib", "copy", "ctypes",
-                   "functools", "hashlib", "inspect", "itertools", "json", "operator", "os", "random", "re", "shutil",
-                   "signal", "socket", "subprocess", "sys", "threading", "time", "typing", "warnings", "zlib"}
+                   "functools", "hashlib", "importlib", "inspect", "itertools", "json", "operator", "os", "random", "re",
+                   "shutil", "signal", "socket", "subprocess", "sys", "threading", "time", "typing", "warnings", "zlib"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 
 

@@ -161,10 +161,18 @@ def reductions(folder):
     # Worker w's loss is (w + 1) (sum x)^2: its gradient by every x is 2 (w + 1) sum x.
     found["gradient"], = tf.gradients(mine * workers.all_reduce(x) ** 2, x)
     found["second"], = tf.gradients(tf.gradients(workers.all_reduce(x) ** 3, x), x)
+    fed = tf.placeholder(tf.float64, [None, None])
+    of_fed = workers.all_reduce(fed)
+    told = json.dumps(workers.tell_all({"rank": workers.rank, "long": "x" * mine * 5}))
     with workers.session() as session:
         values = session.run(found)
-    np.savez("%s/%d" % (folder, workers.rank), told=json.dumps(workers.tell_all({"rank": workers.rank, "long": "x" * mine * 5})),
-             **values)
+        values["of_fed"] = session.run(of_fed, {fed: np.full([2, 3], mine)})
+        values["of_other"] = session.run(of_fed, {fed: np.full([3, 3], mine)})
+        try:
+            session.run(of_fed, {fed: np.full([3, 2] if mine == 3 else [2, 3], mine)})
+        except tf.errors.InvalidArgumentError as error:
+            values["refused"] = error.message
+    np.savez("%s/%d" % (folder, workers.rank), told=told, **values)
 
 
 def fail(cases):

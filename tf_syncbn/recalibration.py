@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.assignment import assign
-from towers.builder import Towers
+from towers.replicas import Towers
 from towers.graph_walk import ancestors, written_variables
 from tf_syncbn.moving_averages import averaged_layers
 

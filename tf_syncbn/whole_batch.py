@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.context import span
-from towers.cross_tower import cross_tower_sum_at
+from towers.cross_tower import Divisor, cross_tower_sum_at
 from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
 from towers.gradient_hook import with_gradient
 from towers.meetings import Across
-from towers.private import runs_onednn
+from towers.private import is_deterministic, runs_onednn
 from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
-from tf_syncbn.kernels.moments import merge_groups, merge_merged, split
+from tf_syncbn.kernels.merge import merge_groups, merge_merged, with_count
+from tf_syncbn.kernels.moments import split
 from tf_syncbn.kernels.rows import along, known_count
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
@@ -28,12 +29,13 @@ class Normalization(NamedTuple):
       axis: int, the channels' axis, not negative.
       epsilon: float, added to the variance.
       group_size: int, moments are shared by groups of so many consecutive towers; None is all towers.
-      kernels: a module, see `tf_syncbn.kernels.choose.Strategy`; set here.
+      kernels, plain: modules, see `tf_syncbn.kernels.choose.Strategy`; set here.
     """
     axis: int
     epsilon: float
     group_size: Any = None
     kernels: Any = reference
+    plain: Any = reference
 
 
 def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, frozen=None, correct=None, arguments=()):
@@ -63,7 +65,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     with _span(tower, x, gamma, beta, mask, training, frozen):
         layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
         strategy, known = choose(layer, machine), known_count(x, how.axis, mask)
-        how, as_one_op = how._replace(kernels=strategy.kernels), strategy.as_one_op(layer, machine)
+        how, as_one_op = how._replace(kernels=strategy.kernels, plain=strategy.plain), strategy.as_one_op(layer, machine)
         is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
         if is_plain and as_one_op and machine.kind == "GPU" and (tower is None or tower.num_towers == 1):
             if tower is not None:
@@ -71,17 +73,17 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
             return fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
         packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
         channels = tf.dimension_value(x.shape[how.axis])
-        merged, results = _merged(how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
+        merged, results = _merged(channels, how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
         if correct is not None:
             results.append((packed.dtype, [2 * channels]))
-            place, used, whole, corrections = _meet(packed, known, correct(merged), results, tower, arguments)
+            place, used, whole, corrections = _meet(packed, channels, known, correct(merged), results, tower, arguments)
             r, d = tf.split(tf.stop_gradient(corrections), 2)
             gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
             beta = d if beta is None else beta + d
         elif how.group_size is not None:
-            place, used, whole = _meet(packed, known, merged, results, tower, arguments)
+            place, used, whole = _meet(packed, channels, known, merged, results, tower, arguments)
         else:
-            place, used = _meet(packed, known, _whole, results[:1], tower, arguments)
+            place, used = _meet(packed, channels, known, None, results[:1], tower, arguments)
             whole = used
         # Packed, the moments are fewer nodes of the graph; apart, fewer ops to start, which is what counts on a GPU.
         are_apart = as_one_op and machine.kind != "CPU" or training is not None
@@ -124,9 +126,9 @@ def moments_over_towers(x, axis, tower):
     """
     with _span(tower, x):
         kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
-        packed = call(kernels.local_moments, x, None, axis=axis)
-        results = [(packed.dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])]
-        place, whole = _meet(packed, known_count(x, axis), _whole, results, tower, {"axis": axis})
+        packed, channels = call(kernels.local_moments, x, None, axis=axis), tf.dimension_value(x.shape[axis])
+        results = [(packed.dtype, [2 * channels + 1])]
+        place, whole = _meet(packed, channels, known_count(x, axis), None, results, tower, {"axis": axis})
         return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
 
 
@@ -138,39 +140,40 @@ def machine_of(x, tower):
     # Not a CPU that stands in for a GPU, nor one that a layer outside of towers is put on: an op made here says so.
     on_gpu = "CPU" not in tf.no_op().device.upper() if tower is None else "GPU" in tower.device.upper()
     on_gpu = on_gpu and "CPU" not in x.device.upper()
-    return Machine("GPU" if on_gpu and tf.config.experimental.list_physical_devices("GPU") else None, generation, False)
+    kind = "GPU" if on_gpu and tf.config.experimental.list_physical_devices("GPU") else None
+    return Machine(kind, generation, False, is_deterministic())
 
 
-def _merged(group_size):
+def _merged(channels, group_size=None):
     """Returns an aggregate for an exchange: for each tower, the moments of its group and of all towers."""
     def aggregate(per_tower):
         packed, counts = zip(*per_tower)
         size = group_size or len(packed)
-        *groups, whole = call(merge_groups, *packed, counts=counts, group_size=size)
+        *groups, whole = call(merge_groups, *packed, channels=channels, counts=counts, group_size=size)
         return [[groups[i // size], whole] for i in range(len(packed))]
     return aggregate
 
 
-def _whole(per_tower):
-    """An aggregate for an exchange: for each tower, the moments of all of them."""
-    return [[whole] for _, whole in _merged(None)(per_tower)]
-
-
-def _meet(packed, known, aggregate, results, tower, arguments):
+def _meet(packed, channels, known, aggregate, results, tower, arguments):
     """Returns the layer's place, and for each of `results`, pairs of dtype and shape, what the aggregate holds.
 
-    A count that is known does not cross: where all are, the merge takes them as constants.
+    A count that is known does not cross: where all are, the merge takes them as constants. Where `aggregate` is None, every
+    tower gets the moments of all of them.
     """
+    def whole(per_tower):
+        return [[of_all] for _, of_all in _merged(channels)(per_tower)]
+
     if tower is None:
-        return (None, *aggregate([[packed, known]])[0])
+        return (None, *(aggregate or whole)([[packed, known]])[0])
     with tf.name_scope("exchange"):
-        across = Across(lambda left: _whole(left)[0][0], lambda merged: [call(merge_merged, merged)])
+        across = Across(lambda left: whole(left)[0][0], lambda merged: [call(merge_merged, merged)])
         shape = tf.TensorShape([None])
-        if aggregate is not _whole and tower.meetings.peers is not None:  # groups may lie in several workers: all of it crosses
-            packed, known = packed if known is None else tf.concat([tf.constant([known], packed.dtype), packed], 0), None
+        if aggregate and tower.meetings.peers is not None:  # groups may lie in several workers: all of it crosses
+            if known is not None:
+                packed, known = call(with_count, packed, channels=channels, count=known), None
             across, shape = None, packed.shape
-        place = next_place("sync_batch_norm", [packed], [shape], dict(arguments, channels=packed.shape[0] // 3))
-        return (place, *meet_at(place, [packed], aggregate, results, [known], across))
+        place = next_place("sync_batch_norm", [packed], [shape], dict(arguments, channels=channels))
+        return (place, *meet_at(place, [packed], aggregate or whole, results, [known], across))
 
 
 def _with_gradient(place, how, value, moments, x, optional):
@@ -201,14 +204,18 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
         options = {"axis": how.axis, "epsilon": how.epsilon}
         with tf.name_scope("exchange"):
             sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, masked=mask is not None,
-                                               plain=reference.gradient_sums, **options)
+                                               plain=how.plain.gradient_sums, **options)
             d_beta, d_gamma, scale = tf.unstack(sums)
-            totals = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
+            means = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
+            count = moments[0][:1] if moments[1] is None else moments[0]
             if place is not None:
-                totals = cross_tower_sum_at(place, totals, how.group_size, unused=2)  # the scale, alike in all towers
+                divisor = Divisor(count, known_count(x, how.axis, mask))
+                means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, alike in all towers
+            else:
+                means = tf.div_no_nan(means, count)
         dy, scaled = (None, scaled[0]) if scaled else (dy, None)
-        dx, = call_with_gradient(how.kernels.input_gradient, dy, x, *moments, scale, totals, scaled, training, mask,
-                                 plain=reference.input_gradient, **options)
+        dx, = call_with_gradient(how.kernels.input_gradient, dy, x, *moments, scale, sums, means, scaled, training, mask,
+                                 plain=how.plain.input_gradient, **options)
         of_optional = zip((d_gamma, d_beta, None, None), (gamma, beta, mask, training))
         return [None, dx] + [None] * num_moments + [d for d, tensor in of_optional if tensor is not None]
 

@@ -13,7 +13,7 @@ except ImportError as error:
 from towers import workers
 from towers.accumulation import accumulate
 from towers.batch import PerTower
-from towers.builder import Tower, TowerBuilder, Towers
+from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.estimators import TowerOptimizer, replicate_model_fn
@@ -24,6 +24,7 @@ from towers.loss_scale import scale_loss
 from towers.losses import softmax_cross_entropy
 from towers.masking import mask_gradients
 from towers.placement import find_devices, session_config
+from towers.replicas import Tower, Towers
 from towers.training import minimize
 from towers.transforms import check_finite, clip_by_global_norm, clip_by_value
 from towers.turns import TowerMismatchError

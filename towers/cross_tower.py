@@ -3,13 +3,15 @@
 The gradient of a sum over towers is a sum over towers, so the backward pass meets by the very function of the forward
 one, to any order of derivative. `tf.gradients` of one tower's loss never walks through another tower's graph.
 """
+from typing import Any, NamedTuple
+
 import tensorflow.compat.v1 as tf
 
 from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient, tower_here
 from towers.meetings import Across
 from towers.sums import sum_in_order
 
-__all__ = ["all_gather", "all_reduce", "cross_tower_sum_at"]
+__all__ = ["Divisor", "all_gather", "all_reduce", "cross_tower_sum_at"]
 
 
 def all_reduce(tensor, reduction="sum", name=None):
@@ -91,7 +93,19 @@ def all_gather(tensor, name=None, with_offset=False):
         return (joined, offset) if with_offset else joined
 
 
-def cross_tower_sum_at(place, tensor, group_size=None, unused=None):
+class Divisor(NamedTuple):
+    """What a sum over towers is divided by.
+
+    Fields:
+      of_all: tensor that broadcasts to the sum, alike in all towers of a group, to which no gradient is wanted; where it is 0 the
+        result is 0.
+      own: number, this tower's part of it; None where that is not known while the graph is built.
+    """
+    of_all: Any
+    own: Any
+
+
+def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None):
     """Sums a tensor over towers at a place, with its gradient: what gradients of cross-tower functions are made of.
 
     Args:
@@ -99,25 +113,41 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None):
       tensor: floating point or integer tensor, of the same shape and dtype in every tower.
       group_size: int, the sum is taken over each group of so many consecutive towers; None is all of them.
       unused: int, the row of the tensor whose sum nobody uses: between workers it does not cross, and is 0 there.
+      divisor: `Divisor`, or None. Where all towers know their parts of it, the sum is multiplied by a constant instead.
 
     Returns:
       A tensor of the shape and dtype of `tensor`.
     """
+    def total_of(group):
+        total = sum_in_order([part for part, *_ in group])
+        if divisor is None:
+            return total
+        of_all, own = group[0][1], [known for *_, known in group]
+        return total * tf.constant(1 / sum(own), total.dtype) if _are_known(own) else tf.div_no_nan(total, of_all)
+
     def add(per_tower):
         size = group_size or len(per_tower)
         groups = [per_tower[i:i + size] for i in range(0, len(per_tower), size)]
-        return [[total] for group in groups for total in [sum_in_order([part for part, in group])] * size]
+        return [[total] for group in groups for total in [total_of(group)] * size]
 
     def part(left):
-        total = add(left)[0][0]
+        total = add([[*tensors, None] for *tensors, _ in left] if divisor else left)[0][0]  # other workers have parts too
         return total if unused is None else tf.concat([total[:unused], total[unused + 1:]], 0)
 
     def whole(total):
         return [total if unused is None else tf.concat([total[:unused], tf.zeros_like(total[:1]), total[unused:]], 0)]
 
     across = None if group_size else Across(part, whole, of_sum=True)
-    total, = meet_at(place, [tensor], add, [(tensor.dtype, tensor.shape)], across=across)
-    return pass_with_gradient("TowersSum", [total, tensor], place, group_size)[0]
+    left, known = [tensor], []
+    if divisor is not None:
+        # Groups may lie in several workers, where what is known would cross as well.
+        left, known = [tensor, divisor.of_all], [None if place.meetings.peers and group_size else divisor.own]
+    total, = meet_at(place, left, add, [(tensor.dtype, tensor.shape)], known, across)
+    return pass_with_gradient("TowersSum", [total, tensor], place, (group_size, divisor))[0]
+
+
+def _are_known(numbers):
+    return None not in numbers and sum(numbers) > 0
 
 
 def _join(per_tower):
@@ -132,8 +162,8 @@ def _join(per_tower):
 
 @tf.RegisterGradient("TowersSum")
 def _sum_gradient(op, dy, _):
-    place, group_size = gradient_place(op)
-    return None, cross_tower_sum_at(place, tf.convert_to_tensor(dy), group_size)
+    place, (group_size, divisor) = gradient_place(op)
+    return None, cross_tower_sum_at(place, tf.convert_to_tensor(dy), group_size, divisor=divisor)
 
 
 @tf.RegisterGradient("TowersAllGather")

@@ -9,6 +9,7 @@ it. When one ends with an error all are stopped. Only processes are looked after
 """
 import argparse
 import ctypes
+import importlib.util
 import json
 import os
 import random
@@ -91,6 +92,8 @@ def _parse(argv):
     if not command or command[0] == "-m" and len(command) < 2:
         parser.error("what is to run? Name a script, -m and a module, or a program.")
     if command[0] == "-m":
+        if not _is_there(command[1]):
+            parser.error("there is no module %s." % command[1])
         return settings, [sys.executable] + command
     if command[0].endswith(".py"):
         if not os.path.isfile(command[0]):
@@ -99,6 +102,18 @@ def _parse(argv):
     if not shutil.which(command[0]):
         parser.error("there is no program %s: a script ends in .py, and -m goes before a module." % command[0])
     return settings, command
+
+
+def _is_there(module):
+    """Tells whether a module's package can be found, where workers look for it; nothing of it is imported."""
+    usual, own = sys.path, os.path.dirname(os.path.abspath(__file__))  # where to look, too, if this program runs as a file
+    sys.path = [os.getcwd()] + [folder for folder in usual if folder != own]
+    try:
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except ValueError:  # an empty name, or __main__
+        return False
+    finally:
+        sys.path = usual
 
 
 def _at_least(least, kind):

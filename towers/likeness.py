@@ -40,7 +40,7 @@ def check_alike(towers, batches, contributions):
     """Raises `TowerMismatchError` where a tower computes something else than tower 0.
 
     Args:
-      towers: list of `towers.builder.Tower`.
+      towers: list of `towers.Tower`.
       batches: list over towers of what each model function was called with, nested structures.
       contributions: list of lists over towers of lists of tensors, what the towers left where they met.
     """

@@ -3,18 +3,19 @@
 What they do has no public way, or one that imports a hundred megabytes. Nothing of towers is known here.
 """
 import contextlib
+import os
 
 import tensorflow.compat.v1 as tf
-from tensorflow.python.framework import ops, test_util
+from tensorflow.python.framework import config, ops, test_util
 
 try:
     from tensorflow.python.eager import record
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_differentiable",
-           "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn",
-           "take_in", "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
+__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_deterministic",
+           "is_differentiable", "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after",
+           "runs_onednn", "take_in", "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
 
 
 def control_flow_now(graph):
@@ -102,6 +103,13 @@ def take_in(tensor):
     """Returns what stands for a tensor of an outer graph where ops are made now, or the tensor itself."""
     graph = tf.get_default_graph()
     return tensor if tensor.graph is graph or not hasattr(graph, "capture") else graph.capture(tensor)
+
+
+def is_deterministic():
+    """Tells whether TensorFlow refuses ops that give other bits from run to run, as TF_DETERMINISTIC_OPS asks."""
+    if hasattr(config, "is_op_determinism_enabled"):
+        return bool(config.is_op_determinism_enabled())
+    return os.environ.get("TF_DETERMINISTIC_OPS", "").lower() in ("1", "true")
 
 
 def runs_onednn():

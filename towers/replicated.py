@@ -20,7 +20,7 @@ def read_once(towers):
     take what stands outside of it as TensorFlow says.
 
     Args:
-      towers: list of `towers.builder.Tower`, all built and settled.
+      towers: list of `towers.Tower`, all built and settled.
     """
     if control_flow_now(tf.get_default_graph()) is not None:
         return

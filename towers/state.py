@@ -30,12 +30,12 @@ def settle_state(towers, batches, collections):
     """Makes the towers' writes of variables happen as in one tower, and returns the towers with what stands for their outputs.
 
     Args:
-      towers: list of `towers.builder.Tower`, all built.
+      towers: list of `towers.Tower`, all built.
       batches: list over towers of what each model function was called with, nested structures.
       collections: list over towers of dicts from keys to what the tower added to the graph's collections.
 
     Returns:
-      A list of `towers.builder.Tower`. Of an update that is the same in all of them, tower 0's is among the shared ones.
+      A list of `towers.Tower`. Of an update that is the same in all of them, tower 0's is among the shared ones.
 
     Raises:
       TowerMismatchError: (a ValueError) where towers write a variable another number of times.

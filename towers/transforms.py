@@ -15,7 +15,7 @@ class Step(NamedTuple):
     """The training step that a transform is part of.
 
     Fields:
-      replicas: `towers.builder.Towers`.
+      replicas: `towers.Towers`.
       update_ops: list of operations and tensors that run before gradients are averaged.
     """
     replicas: Any

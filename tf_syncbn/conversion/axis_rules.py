@@ -6,7 +6,8 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.conversion.factors import Factor, Known, along_first, divide, join, level, multiply, plain, union, with_sizes
+from tf_syncbn.conversion import loop_rules
+from tf_syncbn.conversion.factors import Factor, Known, along_first, divide, join, level, multiply, plain, with_sizes
 
 __all__ = ["follow", "reduced_axes"]
 
@@ -17,10 +18,7 @@ _BROADCAST = ("Add", "AddV2", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "Floor
               "LogicalOr", "MulNoNan", "Xdivy", "Xlogy")
 _REDUCTIONS = ("Mean", "Sum", "Prod", "Max", "Min", "All", "Any", "EuclideanNorm", "ArgMax", "ArgMin")
 _NO_EXAMPLES = re.compile("Const|Variable|VarHandleOp|ReadVariableOp|BiasAddGrad|.*BackpropFilter")
-_OF_ANY_RANK = _SAME + ("Merge", "RefMerge", "IdentityN", "While", "StatelessWhile") + tuple(
-    "TensorArray%sV3" % name for name in ("Scatter", "Write", "Read", "Gather")) + tuple(
-        "TensorList" + name for name in ("Stack", "SetItem", "PushBack", "GetItem"))  # a flow or a handle is a scalar of its own
-_NO_ELEMENTS = ("TensorArrayV3", "TensorListReserve", "EmptyTensorList")
+_OF_ANY_RANK = _SAME + ("IdentityN",) + tuple(loop_rules.RULES)  # a flow or a handle is a scalar of its own
 _DATA = re.compile("Placeholder(V2)?$|Iterator|.*Dequeue|(Eager)?PyFunc|Parse|Decode|Reader|ReadFile")
 _RANDOM = re.compile("Random|.*(TruncatedNormal|RandomNormal|RandomUniform|StandardNormal|StatefulUniform)")
 _REST = (Factor(-1),)  # of a reshape
@@ -292,60 +290,13 @@ def _fused(op, inputs):
     return [inputs[0]] + [Known(plain(tensor)) for tensor in list(op.outputs)[1:]]
 
 
-def _merge(op, inputs):
-    axes = None
-    for known in inputs:
-        axes = union(axes, known.axes)
-    return [Known(axes)] + [Known(()) for _ in list(op.outputs)[1:]]
-
-
-def _while(op, inputs):
-    """What comes around a loop of control flow 2 is like what went in; lists that it fills are like those that it reads."""
-    lists = [known for tensor, known in zip(op.inputs, inputs) if tensor.dtype == tf.variant and known.axes]
-    has_examples = any(level(axis) for known in inputs for axis in known.axes or ())
-    outputs = []
-    for tensor, known in zip(op.outputs, inputs):
-        if tensor.dtype == tf.variant:
-            outputs.append(known if known.axes or not lists else lists[0])
-        else:
-            is_lost = has_examples and not any(map(level, known.axes or ()))
-            outputs.append(Known(along_first(tensor)) if is_lost else known)
-    return outputs
-
-
-def _stack(op, inputs):
-    axes = plain(op.outputs[0])
-    if inputs[0].axes is None and axes is not None and len(axes) > 1:  # the results of steps, most likely
-        return [Known(axes[:1] + ((axes[1][0]._replace(of_examples=1),),) + axes[2:])]
-    return [Known(inputs[0].axes)]
-
-
-def _write(stacked, item):
-    """A rule of an op that puts an element, its input `item`, into what its input `stacked` stands for."""
-    def rule(op, inputs):
-        axes = inputs[item].axes
-        return [Known(union(inputs[stacked].axes, axes if axes is None else ((Factor((op.name, 0)),),) + axes))]
-    return rule
-
-
-def _read(stacked):
-    return lambda op, inputs: [Known(inputs[stacked].axes and inputs[stacked].axes[1:])]
-
-
 _RULES = {
     "PlaceholderWithDefault": _placeholder_with_default, "IdentityN": lambda op, inputs: inputs, "Shape": _shape,
     "ShapeN": _shape, "Size": _size, "Fill": _fill, "BroadcastTo": _broadcast_to, "Tile": _tile, "Transpose": _transpose,
     "Reshape": _reshape, "ExpandDims": _expand_dims, "Squeeze": _squeeze, "Pack": _pack, "Unpack": _unpack,
     "ConcatV2": _concat, "StridedSlice": _strided_slice, "Gather": _gather, "GatherV2": _gather, "ResourceGather": _gather,
     "MatMul": _matmul, "BatchMatMul": _matmul, "BatchMatMulV2": _matmul, "BatchMatMulV3": _matmul, "Einsum": _einsum,
-    "OneHot": _one_hot, "Where": _where, "Merge": _merge, "RefMerge": _merge, "FusedBatchNorm": _fused,
-    "FusedBatchNormV2": _fused, "FusedBatchNormV3": _fused,
-    # TensorArrays of control flow 1 hold their elements' axes in the flow, lists of tensors of control flow 2 in the handle.
-    "TensorArrayScatterV3": lambda op, inputs: [Known(union(inputs[3].axes, inputs[2].axes))],
-    "TensorArrayWriteV3": _write(3, 2), "TensorArrayReadV3": _read(2),
-    "TensorArrayGatherV3": lambda op, inputs: [inputs[2]], "While": _while, "StatelessWhile": _while,
-    "TensorListStack": _stack, "TensorListSetItem": _write(0, 2), "TensorListPushBack": _write(0, 1),
-    "TensorListGetItem": _read(0)}
+    "OneHot": _one_hot, "Where": _where, "FusedBatchNorm": _fused, "FusedBatchNormV2": _fused, "FusedBatchNormV3": _fused}
+_RULES.update(loop_rules.RULES)
 _RULES.update(dict.fromkeys(_SAME, _same))
 _RULES.update(dict.fromkeys(_REDUCTIONS, _reduction))
-_RULES.update(dict.fromkeys(_NO_ELEMENTS, lambda op, inputs: [Known()] * len(op.outputs)))

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import cudnn, cudnn_small, eigen, eigen_plain, eigen_tf1, onednn, reference
+from tf_syncbn.kernels import (cudnn, cudnn_small, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, own_gradient,
+                               reference)
 from tf_syncbn.kernels.fused_op import has_few_images
 from tf_syncbn.kernels.rows import accumulator, is_small, known_count
 
@@ -38,10 +39,12 @@ class Machine(NamedTuple):
       kind: "CPU", "GPU", or None where the device is not known.
       generation: 1 or 2, TensorFlow's.
       onednn: whether TensorFlow puts oneDNN's kernels in the place of its own on CPUs.
+      deterministic: whether TensorFlow refuses ops that give other bits from run to run.
     """
     kind: Any
     generation: int
     onednn: bool
+    deterministic: bool = False
 
 
 class Strategy(NamedTuple):
@@ -53,21 +56,27 @@ class Strategy(NamedTuple):
       kernels: a module with the functions `local_moments`, `normalize`, `gradient_sums` and `input_gradient`.
       as_one_op: a function of a `Layer` and a `Machine`: whether the output is to be the fused op's own in the caller's graph,
         where Grappler makes one op of it and of a ReLU that reads it.
+      plain: a module with the last two of these functions, of plain ops: what the gradient of `kernels`' ones is taken of.
     """
     name: str
     fits: Any
     kernels: Any
     as_one_op: Any = lambda layer, machine: False
+    plain: Any = reference
 
 
-def _is_cudnns(layer, machine):
+def _takes_cudnn(layer, machine):
     takes_axis = layer.is_last or machine.kind == "GPU" and layer.axis == 1 and layer.shape.rank == 4
     return machine.kind != "CPU" and takes_axis and accumulator(layer.dtype) == tf.float32 and has_few_images(layer)
 
 
+def _is_cudnns(layer, machine):
+    # Of one value cuDNN's unbiased variance is no number.
+    return machine.kind == "GPU" and _takes_cudnn(layer, machine) and (known_count(layer, layer.axis) or 0) > 1
+
+
 def _is_small_on_gpu(layer, machine):
-    is_known = bool(known_count(layer, layer.axis))
-    return machine.kind == "GPU" and _is_cudnns(layer, machine) and is_known and is_small(layer, cudnn_small.MOST_NUMBERS)
+    return _is_cudnns(layer, machine) and is_small(layer, cudnn_small.MOST_NUMBERS)
 
 
 def _is_cpus(layer, machine):
@@ -85,8 +94,10 @@ def _is_image(layer, machine):
 
 
 STRATEGIES = (
-    Strategy("cudnn_small", _is_small_on_gpu, cudnn_small, _is_image),
-    Strategy("cudnn", _is_cudnns, cudnn, _is_image),
+    Strategy("cudnn_small", _is_small_on_gpu, cudnn_small, _is_image, own_gradient),
+    Strategy("cudnn", _is_cudnns, cudnn, _is_image, own_gradient),
+    Strategy("cudnn_unsized", lambda layer, machine: _takes_cudnn(layer, machine) and not machine.deterministic, cudnn_unsized,
+             _is_image),
     Strategy("eigen_plain", _is_eigen_plain, eigen_plain),
     Strategy("onednn", lambda layer, machine: _is_cpus(layer, machine) and machine.onednn, onednn, _is_image),
     Strategy("eigen_tf1", lambda layer, machine: _is_cpus(layer, machine) and machine.generation == 1, eigen_tf1),

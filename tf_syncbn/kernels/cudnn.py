@@ -1,11 +1,13 @@
-"""cuDNN on a GPU, and what is not known to run on a CPU: the fused op, and sums that round no input.
+"""cuDNN on a GPU, for inputs of a known shape: the fused op, its gradient in training mode, and sums that round no input.
 
-Sums of x as it is would have to wait for one another there.
+Sums of x as it is would have to wait for one another there. The gradient in training mode is deterministic, and the layout
+optimizer moves it along with its neighbours; that in inference mode is neither.
 """
-from tf_syncbn.kernels import fused_op, reference
-from tf_syncbn.kernels.reference import local_moments, product_kernels
+from tf_syncbn.kernels import cudnn_unsized, fused_op, reference
+from tf_syncbn.kernels.cudnn_unsized import local_moments, normalize
+from tf_syncbn.kernels.own_gradient import input_gradient_kernel
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 
-normalize, input_gradient = product_kernels(fused_op.standardize)
-gradient_sums = fused_op.sums_kernel(reference.gradient_sums)
+gradient_sums = fused_op.own_gradient_kernel(reference.sums_kernel())
+input_gradient = input_gradient_kernel(fused_op.standardize, cudnn_unsized.input_gradient)

@@ -7,7 +7,7 @@ from tf_syncbn.kernels.cudnn import gradient_sums, input_gradient, normalize
 
 __all__ = ["MOST_NUMBERS", "gradient_sums", "input_gradient", "local_moments", "normalize"]
 
-MOST_NUMBERS = 1 << 22  # of a tensor
+MOST_NUMBERS = 1 << 23  # of a tensor
 
 
 def local_moments(x, mask, *, axis):

@@ -1,11 +1,11 @@
-"""The fused batch norm: in inference mode, where it takes given moments, and its gradient there; and with moments of its own."""
+"""The fused batch norm: in inference mode, where it takes given moments, and with moments of its own; and its gradients."""
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.moments import parts, split
 from tf_syncbn.kernels.rows import join_rows, known_count, shape_of
 
 __all__ = ["LEAST_EPSILON", "data_format", "has_few_images", "local_moments", "normalize_images",
-           "normalize_images_alone", "standardize", "statistics", "sums_kernel"]
+           "normalize_images_alone", "own_gradient_kernel", "standardize", "statistics", "sums_kernel"]
 
 LEAST_EPSILON = 1.001e-5  # that cuDNN takes
 _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
@@ -37,6 +37,42 @@ def sums_kernel(plain):
     return gradient_sums
 
 
+def own_gradient_kernel(plain):
+    """Makes the kernel `gradient_sums` of a family whose tensor is `dx_i`: the fused gradient in training mode, of given moments.
+
+    With a mask it is `plain`. See `tf_syncbn.kernels.own_gradient`.
+    """
+    def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
+        if masked:
+            return plain(dy, x, count, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
+        _, mean, variance = parts(count, mean, variance)
+        variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(mean.shape[0])
+        ones, zeros = (tf.constant(value, mean.dtype, [channels]) for value in (1, 0))
+        gamma = ones if gamma is None else gamma
+        scale = normalize_images(tf.reshape(ones, [1, 1, 1, channels]), zeros, variance, gamma, zeros, epsilon, "NHWC")
+        saved = _saved_of(variance, epsilon)
+        with tf.control_dependencies([dy]):  # as in `tf_syncbn.kernels.reference`
+            dy, x = tf.cast(dy, mean.dtype), tf.cast(x, mean.dtype)
+            dx, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
+                y_backprop=_as_images(dy), x=_as_images(x), scale=gamma, reserve_space_1=mean, reserve_space_2=saved,
+                epsilon=epsilon, data_format=data_format(x, axis), is_training=True)
+            return tf.stack([d_offset, d_scale, tf.reshape(scale, [-1])]), _shaped_as(dx, x)
+    return gradient_sums
+
+
+def _saved_of(variance, epsilon):
+    """Returns what the fused op in training mode saves for its gradient: on a CPU the variance, on a GPU `1 / sqrt(v + epsilon)`.
+
+    Where it is going to run is not known for certain before it does, so it is asked: for two values of that variance.
+    """
+    channels, nothing = tf.dimension_value(variance.shape[0]), tf.constant([], variance.dtype)
+    two = tf.reshape(tf.sqrt(variance) * tf.constant([[1], [-1]], variance.dtype), [2, 1, 1, channels])
+    any_numbers = tf.constant(0, variance.dtype, [channels])
+    *_, saved = tf.raw_ops.FusedBatchNormV2(x=two, scale=any_numbers, offset=any_numbers, mean=nothing, variance=nothing,
+                                            epsilon=epsilon, is_training=True)
+    return saved
+
+
 def statistics(moments, *, epsilon):
     """Returns of a vector [2C + 1] what `normalize_images` takes with an epsilon of at least `LEAST_EPSILON`: mean, variance."""
     _, mean, variance = split(moments)
@@ -44,11 +80,19 @@ def statistics(moments, *, epsilon):
 
 
 def local_moments(x, axis):
-    """Returns one tower's part of the moments, of a known count that is not 0; see `tf_syncbn.kernels.local_moments`."""
-    wide = _as_images(tf.cast(x, tf.float32))
-    ones, zeros = (tf.constant(value, tf.float32, [tf.dimension_value(x.shape[axis])]) for value in (1, 0))
-    _, mean, unbiased = tf.nn.fused_batch_norm(wide, ones, zeros, epsilon=LEAST_EPSILON, data_format=data_format(x, axis))
-    return tf.concat([mean, zeros, unbiased * max(known_count(x, axis) - 1, 1)], 0)
+    """Returns one tower's part of the moments, of two or more values a channel: their mean and unbiased variance, [2C]."""
+    return tf.concat(_own_moments(_as_images(tf.cast(x, tf.float32)), data_format(x, axis)), 0)
+
+
+def moments_of_rows(rows):
+    """Returns the means and unbiased variances of the columns of a float32 tensor [N, C], N of 2 or more; two tensors [C]."""
+    return _own_moments(tf.reshape(rows, [rows.shape[0], 1, 1, rows.shape[1]]), "NHWC")
+
+
+def _own_moments(images, layout):
+    channels = tf.dimension_value(images.shape[layout.index("C")])
+    ones, zeros = (tf.constant(value, tf.float32, [channels]) for value in (1, 0))
+    return tf.nn.fused_batch_norm(images, ones, zeros, epsilon=LEAST_EPSILON, data_format=layout)[1:]
 
 
 def data_format(x, axis):

@@ -49,7 +49,7 @@ def product_kernels(standardize, row=0):
             wide = tf.cast(x, mean.dtype)
         return tf.cast(standardize(wide, mean, variance, gamma, beta, axis, epsilon, row), x.dtype)
 
-    def input_gradient(dy, x, count, mean, variance, scale, totals, scaled, training, mask, *, axis, epsilon):
+    def input_gradient(dy, x, count, mean, variance, scale, sums, means, scaled, training, mask, *, axis, epsilon):
         """Computes one tower's part of the gradient by `x`, from sums over all towers.
 
             dx = a (dy - w (S + r T (x - mean)) / n) + w (G_mean + 2 G_var (x - mean)) / n
@@ -60,8 +60,9 @@ def product_kernels(standardize, row=0):
           dy, x: tensors of one shape and dtype, C channels along `axis`; `dy` may be None where there is `scaled`.
           count, mean, variance: see `normalize`.
           scale: tensor [C], a from `gradient_sums`.
-          totals: tensor [3, C] or [5, C], over all towers the sums of what `gradient_sums` returned, and of G_mean and G_var
-            where these are not zeros.
+          sums: tensor [3, C], this tower's from `gradient_sums`, for families that need more of them than these of all towers.
+          means: tensor [3, C] or [5, C], the sums over all towers of what `gradient_sums` returned, and of G_mean and G_var where
+            these are not zeros, over `n`; zeros where nothing is counted.
           scaled: tensor `a dy`, if `gradient_sums` gave it, or None.
           training: scalar bool tensor; where it is False the moments are constants. None stands for True.
           mask: weights of the positions, of a shape that broadcasts to `x`, or None.
@@ -71,26 +72,21 @@ def product_kernels(standardize, row=0):
         Returns:
           A tuple of one tensor of the shape and dtype of `x`.
         """
-        count, mean, variance = parts(count, mean, variance)
-        dtype, one = x.dtype, tf.ones([], mean.dtype)
-
-        def over_count(factor):
-            share = tf.div_no_nan(factor, count)
-            return share if training is None else tf.where_v2(training, share, tf.zeros_like(share))
-
-        with tf.control_dependencies([totals]):  # as in `gradient_sums`
+        _, mean, variance = parts(count, mean, variance)
+        dtype = x.dtype
+        if training is not None:
+            means = tf.where_v2(training, means, tf.zeros_like(means))
+        with tf.control_dependencies([means]):  # as in `gradient_sums`
             x = tf.cast(x, mean.dtype)
 
             def pull(offset, slope):
                 pulled = standardize(x, mean, variance, slope, offset, axis, epsilon, row)
                 return pulled if mask is None else masked(pulled, mask)
 
-            sums, of_moments = (totals, None) if totals.shape[0] == 3 else (totals[:3], totals[3:])
-            pulled = pull(*tf.unstack(sums * over_count(one if scaled is None else scale))[:2])
+            pulled = pull(*tf.unstack(means if scaled is None else means * scale)[:2])
             dx = multiply_along(tf.cast(dy, x.dtype) - pulled, scale, axis, row) if scaled is None else scaled - pulled
-            if of_moments is not None:
-                d_mean, d_variance = tf.unstack(of_moments * over_count(one))
-                dx += pull(d_mean, 2 * d_variance * tf.sqrt(variance + epsilon))
+            if means.shape[0] > 3:
+                dx += pull(means[3], 2 * means[4] * tf.sqrt(variance + epsilon))
             return tf.cast(dx, dtype),
 
     return normalize, input_gradient

@@ -44,6 +44,19 @@ class Collectives:
           purpose: tuple of str and int, what this is, alike in every worker and for no other collective of the graph.
           name: str, of the ops.
         """
+        return self._sum(tensor if tensor.shape.is_fully_defined() else self._of_one_shape(tensor, purpose), purpose, name)
+
+    def _of_one_shape(self, tensor, purpose):
+        """Returns a tensor that fails in a run where workers have it in different shapes, which would add up all the same."""
+        with tf.name_scope("check_shape"):
+            text = tf.strings.reduce_join(tf.strings.as_string(tf.shape(tensor)), separator=" ")
+            all_alike = self.join(tf.strings.to_hash_bucket_fast(text, 1 << 62), purpose + ("shape",))
+            is_so = tf.debugging.assert_equal(all_alike, all_alike[:1], [
+                "%s is of another shape in another worker, so they have no sum. Here its shape is" % tensor.name, text])
+            with tf.control_dependencies([is_so]):
+                return tf.identity(tensor)
+
+    def _sum(self, tensor, purpose, name):
         def add(taken):
             return tf.raw_ops.CollectiveReduce(
                 input=taken, merge_op="Add", final_op="Id", subdiv_offsets=[0], **self._options("sum", taken, purpose))
@@ -66,7 +79,7 @@ class Collectives:
             before = ends[self.rank] - tf.size(tensor, out_type=tf.int64)
             # One tensor for all, zero where it is another worker's: a sum may have another size in every step.
             mine = tf.pad(tf.reshape(self._taken(tensor), [-1]), [[before, ends[-1] - ends[self.rank]]])
-            parts = tf.split(self.sum(mine, purpose), tf.reduce_prod(shapes, 1), num=self.size)
+            parts = tf.split(self._sum(mine, purpose, "sum_of_workers"), tf.reduce_prod(shapes, 1), num=self.size)
             parts = [tf.reshape(part, shapes[worker]) for worker, part in enumerate(parts)]
             for part in parts:
                 part.set_shape([None] * tensor.shape.rank)

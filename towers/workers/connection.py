@@ -12,7 +12,7 @@ from towers.workers.cluster import find_cluster
 from towers.workers.collectives import Collectives
 from towers.workers.peers import Peers
 from towers.workers.plain import AveragingOptimizer, average_gradients, sum_with_gradient
-from towers.workers.sessions import Hook, WatchedSession
+from towers.workers.sessions import Hook, WatchedSession, watched
 from towers.workers.variables import broadcast
 from towers.workers.watchdog import Watchdog, probe
 
@@ -282,7 +282,7 @@ class Workers:
         with tf.Graph().as_default() as graph:
             self.collectives.name_graph("of what workers tell")  # not a number: some workers may have begun more graphs
             fetched = build()
-            with self._watchdog.waiting(what), tf.Session(self.target, graph, self._config) as session:
+            with watched(self._watchdog, what), tf.Session(self.target, graph, self._config) as session:
                 return session.run(fetched)
 
 

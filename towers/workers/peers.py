@@ -52,7 +52,7 @@ class Peers:
         """Warns where a random op of this worker's towers, such as dropout's, draws what another worker's draws.
 
         Args:
-          towers: list of `towers.builder.Tower`.
+          towers: list of `towers.Tower`.
         """
         needed = ancestors([leaf for tower in towers for leaf in tf.nest.flatten(tower.outputs, expand_composites=True)
                             if hasattr(leaf, "op")], within={op for tower in towers for op in tower.ops})

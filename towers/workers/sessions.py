@@ -3,9 +3,20 @@ import contextlib
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["Hook", "WatchedSession"]
+__all__ = ["Hook", "WatchedSession", "watched"]
 
 _OF_A_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+
+
+@contextlib.contextmanager
+def watched(watchdog, what):
+    """Watches a `with` block in which runs wait for other workers; `what` says in what. It ends, or the process does."""
+    with watchdog.waiting(what):
+        try:
+            yield
+        except _OF_A_LOST_WORKER:  # TensorFlow 2 may find it before the watchdog does
+            watchdog.end_if_one_has_ended(what)
+            raise
 
 
 class WatchedSession(tf.Session):
@@ -15,16 +26,9 @@ class WatchedSession(tf.Session):
         self._watchdog, self._num_runs = watchdog, 0
         super().__init__(target, graph, config)
 
-    @contextlib.contextmanager
     def _watched(self):
         self._num_runs += 1
-        what = "run %d of its session" % self._num_runs
-        with self._watchdog.waiting(what):
-            try:
-                yield
-            except _OF_A_LOST_WORKER:
-                self._watchdog.end_if_one_has_ended(what)
-                raise
+        return watched(self._watchdog, "run %d of its session" % self._num_runs)
 
     def run(self, *args, **kwargs):
         """As `tf.Session.run`."""
@@ -55,8 +59,13 @@ class Hook(tf.train.SessionRunHook):
     def after_create_session(self, session, coord):
         """Gives every worker the chief's variables, which it initialized or restored."""
         self._waiting.close()
-        with self._watchdog.waiting("its start"):
-            session.run(self._broadcast)
+        try:
+            with watched(self._watchdog, "its start"):
+                session.run(self._broadcast)
+        except _OF_A_LOST_WORKER as error:
+            # Of these errors a monitored session makes its session anew, and would do so forever.
+            raise RuntimeError("The connection between workers was lost, though all of them answer: start all again, from the "
+                               "last checkpoint (%s)." % str(error).strip().split("\n")[0]) from error
 
     def before_run(self, run_context):
         """Begins to watch a run."""

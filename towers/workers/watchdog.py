@@ -104,7 +104,7 @@ class Watchdog:
                 self._mend % ", ".join(self._cluster.describe(rank) for rank in self._peers)))
 
     def end_if_one_has_ended(self, what):
-        """Ends the process where a wait failed because a peer has died: TensorFlow 2 may find it before this does."""
+        """Ends the process where a wait failed because a peer has died."""
         began = time.monotonic()
         while time.monotonic() - began < _EVERY:  # it may be ending still
             found = {rank: probe(self._cluster.addresses[rank]) for rank in self._peers}

@@ -1,0 +1,109 @@
+"""What a build returns: the towers, the loss of the global batch, and the outputs of all of them as one tower's."""
+from typing import Any, NamedTuple
+
+import tensorflow.compat.v1 as tf
+
+from towers.context import TowerContext, check_graph
+from towers.global_loss import watched
+from towers.shares import shares, weighted_sum
+
+__all__ = ["Tower", "Towers"]
+
+
+class Tower(NamedTuple):
+    """One replica of the model function.
+
+    Fields:
+      context: `TowerContext`.
+      outputs: what the model function returned.
+      loss: scalar tensor, or None where the model function returned none.
+      weight: the tower's share of the global batch; all shares sum to 1. A float where it is known while the graph is
+        built, else a float64 scalar tensor. Where no tower's batch has a size, the towers share alike.
+      update_ops: list, what the model function added to `tf.GraphKeys.UPDATE_OPS`.
+      ops: list of all operations that the call of the model function made.
+    """
+    context: TowerContext
+    outputs: Any
+    loss: Any
+    weight: Any
+    update_ops: list
+    ops: list
+
+    @property
+    def name_scope(self):
+        """The name scope of the tower's ops, ending in "/"."""
+        return self.context.name_scope
+
+
+class Towers:
+    """The towers of one build, a sequence of `Tower`.
+
+    Attributes:
+      aggregation_device: str, where towers meet and gradients are averaged.
+      loss: the loss of the global batch, `sum_i weight_i * loss_i`, a scalar tensor; None where there is none. Towers
+        without examples count nothing, whatever their loss came to. To take its gradient outside of `towers.minimize` is a
+        UserWarning where nothing waits for the towers' update ops, as in `optimizer.minimize(replicas.loss)`.
+      weight: what the towers' shares are shares of: the number of examples, or the sum of what model functions returned as
+        "weight". An int where it is known while the graph is built, else a float64 scalar tensor; None where no tower's batch has
+        a size.
+      summaries: list of the summaries that the model function made in this build, tower 0's: of its examples, under tags that
+        have no tower in them. `tf.summary.merge(replicas.summaries)` makes them one op, apart from those of other builds.
+    """
+
+    def __init__(self, towers, aggregation_device, weight=None, summaries=()):
+        self._towers, self.summaries, self.peers = tuple(towers), list(summaries), towers[0].context.meetings.peers
+        self.aggregation_device = aggregation_device
+        self.weight = weight
+        self._merged = None
+        self.loss = None
+        if self[0].loss is not None:
+            with tf.name_scope("global_loss"), tf.device(aggregation_device):
+                loss = weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
+                loss = loss if self.peers is None else self.peers.sum(loss, "loss")
+                self.loss = watched(loss, [update for tower in self for update in tower.update_ops], self.peers is not None)
+
+    def __len__(self):
+        return len(self._towers)
+
+    def __getitem__(self, index):
+        return self._towers[index]
+
+    def __iter__(self):
+        return iter(self._towers)
+
+    def __repr__(self):
+        return "Towers(%s)" % ", ".join(tower.context.device for tower in self)
+
+    def merged(self):
+        """Returns the outputs of all towers as those of the global batch, in the structure that the model function returned.
+
+        Tensors of rank 1 or more are joined along axis 0 in the order of the towers. Scalars are averaged by weight;
+        integers and booleans among them are averaged as float32. Built by the first call, on the aggregation device, where
+        the towers were built: no loop or control dependency around the call has a part in it.
+
+        Raises:
+          ValueError: under another graph than the towers'.
+          RuntimeError: if the graph is finalized and this is the first call.
+        """
+        if self._merged is None:
+            meetings = self[0].context.meetings
+            check_graph(meetings.graph, "replicas.merged")
+            if meetings.graph.finalized:
+                raise RuntimeError("replicas.merged() makes ops when it is first called, and the graph is finalized, as a "
+                                   "monitored session does it: call it before the session is made.")
+            with meetings.where_built(), tf.name_scope("merged"), tf.device(self.aggregation_device):
+                per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
+                leaves = [self._merge(list(leaf)) for leaf in zip(*per_tower)]
+                self._merged = tf.nest.pack_sequence_as(self[0].outputs, leaves)
+        return self._merged
+
+    def _merge(self, leaves):
+        leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
+        if leaves[0].shape.rank != 0:
+            return tf.concat(leaves, 0)
+        if not leaves[0].dtype.is_floating:
+            leaves = [tf.cast(leaf, tf.float32) for leaf in leaves]
+        weights = [tower.weight for tower in self]
+        if self.peers is not None:  # shares of all workers' batch, of which these outputs are a part
+            weights, _ = shares(weights, self.aggregation_device)
+        return weighted_sum(leaves, weights)
