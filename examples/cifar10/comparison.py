@@ -94,7 +94,7 @@ def draw(comparison, path):
     right.set_xticklabels([_SHORT[kind] for kind in by_kind], fontsize=9)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    left.set_title("thick: mean over %d seed%s" % (len(runs), "s; thin: each seed" if len(runs) > 1 else ""), fontsize=10)
+    left.set_title("thick: mean over %d seeds; thin: each seed" % len(runs) if len(runs) > 1 else "one seed", fontsize=10)
     right.set_title("after %d steps; dots: seeds, lines: means" % settings["steps"], fontsize=10)
     figure.suptitle("ResNet-%d on %s, a batch of %d" % (settings["depth"], settings["data"], settings["batch_size"]))
     figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncol=2, fontsize=9)

@@ -168,6 +168,7 @@ def refuse(capsys, run, arguments, message):
     (["--depth", "21"], r"depth of this ResNet is 6n \+ 2.*not 21"),
     (["--data-dir", "/nonexistent"], "There is no folder /nonexistent"),
     (["--download"], "--download needs a --data-dir"),
+    (["--data-name", "a copy"], "--data-name names the data of a --data-dir, and there is none"),
 ])
 def test_bad_input_is_one_sentence_and_status_2(tmp_path, capsys, arguments, message):
     refuse(capsys, train.main, arguments + ["--train-dir", str(tmp_path / "new")], message)
@@ -430,6 +431,9 @@ def test_training_on_cifar10_files_with_every_kind_of_batch_norm(cifar_files, tm
     assert train.main(SMALL + arguments + ["--steps", "3", "--data-dir", str(cifar_files), "--download",
                                            "--train-dir", str(tmp_path)]) == 0
     assert "on CIFAR-10 after 3 steps" in capsys.readouterr().out
+    assert train.main(SMALL + ["--steps", "3", "--data-dir", str(cifar_files), "--data-name", "a copy",
+                               "--train-dir", str(tmp_path)]) == 2
+    assert "holds a training with data CIFAR-10, and a copy was asked for" in capsys.readouterr().err
     with tf.Graph().as_default():
         moved = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(tmp_path)))
         assert np.abs(moved.get_tensor("first_bn/moving_mean")).max() > 0
