@@ -5,8 +5,11 @@ TOWERS_TEST_BEHAVIOUR chooses it: "v1" (the default) is `disable_v2_behavior()`,
 """
 import importlib.util
 import os
+import signal
 import warnings
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it in the background; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 if importlib.util.find_spec("tf_keras"):
     os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # tf.layers and Keras 2 in graph mode, on the newest TensorFlow
