@@ -13,7 +13,9 @@ LANES = {
     "tf2": (["3.11", "3.12", "3.13", "3.10"], ["tensorflow"]),
 }
 # Towers and layers under resource variables, and TensorFlow 2's control flow where there is that; examples depend on neither.
-GRAPH_ONLY_TESTS = ["tests", "--ignore=tests/examples"]
+# These are tried on the oldest TensorFlow and the newest.
+LIBRARY_TESTS = ["tests", "--ignore=tests/examples"]
+WITHOUT_EXAMPLES = ["tf2-keras2"]
 
 
 def first_installed(versions):
@@ -25,14 +27,14 @@ def first_installed(versions):
     return versions[0]
 
 
-def test_lane(session, requirements):
+def test_lane(session, requirements, tests):
     """Installs the project and one TensorFlow, and runs the tests in each behaviour of TensorFlow."""
     session.install(".[test]", *requirements)
-    session.run("python", "-m", "pytest", *session.posargs)
-    session.run("python", "-m", "pytest", *GRAPH_ONLY_TESTS, *session.posargs, env={"TOWERS_TEST_BEHAVIOUR": "graph"})
+    session.run("python", "-m", "pytest", *tests, *session.posargs)
+    session.run("python", "-m", "pytest", *LIBRARY_TESTS, *session.posargs, env={"TOWERS_TEST_BEHAVIOUR": "graph"})
 
 
 for name, (versions, requirements) in LANES.items():
-    def lane(session, requirements=requirements):
-        test_lane(session, requirements)
+    def lane(session, requirements=requirements, tests=LIBRARY_TESTS if name in WITHOUT_EXAMPLES else ()):
+        test_lane(session, requirements, tests)
     nox.session(lane, python=first_installed(versions), name=name)
