@@ -117,23 +117,20 @@ def keras_dtype():
 
 @needs_contrib
 @in_one_lane_each
-@pytest.mark.parametrize("num_towers", [2, 3])
-def test_slim_resnet_50_trains_as_one_tower_does(num_towers):
-    layers = assert_converted_trains_as_one(slim_resnet, batch_of(32, np.float32), num_towers, "fused")
+def test_slim_resnet_50_trains_as_one_tower_does():
+    layers = assert_converted_trains_as_one(slim_resnet, batch_of(32, np.float32), 2, "fused")
     assert len(layers) == 53 and layers[-1].scope == "resnet_v1_50/block4/unit_3/bottleneck_v1/conv3/BatchNorm"
 
 
 @needs_contrib
 @in_one_lane_each
-@pytest.mark.parametrize("num_towers", [2, 3])
-def test_slim_inception_v3_trains_as_one_tower_does(num_towers):
-    assert len(assert_converted_trains_as_one(slim_inception, batch_of(107, np.float32), num_towers, "fused")) == 96
+def test_slim_inception_v3_trains_as_one_tower_does():
+    assert len(assert_converted_trains_as_one(slim_inception, batch_of(107, np.float32), 3, "fused")) == 96
 
 
 @needs_keras_2
 @in_one_lane_each
-@pytest.mark.parametrize("num_towers", [2, 3])
-@pytest.mark.parametrize("name, count", [("ResNet50", 53), ("MobileNetV2", 52), ("EfficientNetB0", 49)])
+@pytest.mark.parametrize("name, count, num_towers", [("ResNet50", 53, 3), ("MobileNetV2", 52, 2), ("EfficientNetB0", 49, 3)])
 def test_keras_applications_train_as_one_tower_does(name, count, num_towers, keras_dtype):
     if not hasattr(tf.keras.applications, name):
         pytest.skip("this Keras has no " + name)
