@@ -1,10 +1,10 @@
-"""What the commands' arguments have in common, and the data that they name."""
-import argparse
-
+"""The arguments that name the data, and the data that they name."""
 from examples.cifar10 import data
-from examples.cifar10.checkpoint import UsageError
+from examples.training.folder import UsageError
 
-__all__ = ["add_data_arguments", "add_train_dir", "load_data", "positive_int"]
+__all__ = ["TRAIN_DIR", "add_data_arguments", "load_data"]
+
+TRAIN_DIR = "runs/cifar10"
 
 
 def add_data_arguments(parser):
@@ -12,20 +12,6 @@ def add_data_arguments(parser):
     parser.add_argument("--data-dir", help="folder of CIFAR-10, binary or Python files; without it, images made here")
     parser.add_argument("--download", action="store_true", help="fetch CIFAR-10 into --data-dir if it is not there")
     parser.add_argument("--data-name", help="what results and pictures call the data of --data-dir (default CIFAR-10)")
-
-
-def add_train_dir(parser):
-    """Adds what training and evaluation share beside the data."""
-    parser.add_argument("--train-dir", default="runs/cifar10", help="default runs/cifar10")
-    parser.add_argument("--num-towers", type=positive_int, default=2, help="of each worker (default 2)")
-
-
-def positive_int(text):
-    """Returns an int of 1 or more, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("%s is not 1 or more" % text)
-    return value
 
 
 def load_data(settings):

@@ -16,8 +16,9 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import pickles
+from examples.training import order
 
-__all__ = ["DataError", "Dataset", "Images", "Pipeline", "download", "generate", "is_there", "load", "rows_of_part"]
+__all__ = ["DataError", "Dataset", "Images", "Pipeline", "download", "generate", "is_there", "load"]
 
 CLASSES = 10
 IMAGE_SHAPE = (32, 32, 3)
@@ -202,69 +203,31 @@ def _images(planes, labels):
     return Images(np.ascontiguousarray(images), labels.astype(np.int32))
 
 
-class Pipeline:
+class Pipeline(order.Pipeline):
     """Batches of (images float32 [b, 32, 32, 3], labels int32 [b]) from the host's memory, prefetched.
 
     In training, images are padded by 4 pixels, cropped and flipped at random, as drawn from the seed, the epoch and the
-    image alone, and a last batch that is not full is left out. So an epoch begun again at any step goes on as it would
-    have, and processes that take their rows of the same batches have these batches together.
+    image alone.
 
     Args:
       source: `Images`.
-      batch_size: int.
-      training: whether it is for training.
-      seed: int.
-      rows: (first, last + 1), the rows of each batch in training that are this process's; None is all of them.
-
-    Attributes:
-      batch: (images, labels), the tensors of the next batch.
+      batch_size, training, seed, rows: as for `order.Pipeline`.
     """
 
     def __init__(self, source, batch_size, training, seed=0, rows=None):
-        self._source, self._batch_size, self._training, self._seed = source, batch_size, training, seed
-        self._rows = rows or (0, batch_size)
         with tf.device("/cpu:0"), tf.name_scope("input"):
-            self._images = tf.placeholder(tf.uint8, (None,) + IMAGE_SHAPE)
-            self._labels = tf.placeholder(tf.int32, [None])
-            self._order = tf.placeholder(tf.int64, [None])
-            self._epoch = tf.placeholder(tf.int64, [])
-            dataset = tf.data.Dataset.from_tensor_slices(self._order).map(self._example, num_parallel_calls=2)
-            dataset = dataset.batch(self._rows[1] - self._rows[0], drop_remainder=training).prefetch(4)
-            self._iterator = tf.data.make_initializable_iterator(dataset)
-            self.batch = self._iterator.get_next()
+            images = tf.placeholder(tf.uint8, (None,) + IMAGE_SHAPE)
+            labels = tf.placeholder(tf.int32, [None])
 
-    @property
-    def steps_an_epoch(self):
-        """How many batches an epoch has."""
-        count = len(self._source.labels)
-        return count // self._batch_size if self._training else -(-count // self._batch_size)
+            def example(epoch, index):
+                image = tf.gather(images, index)
+                if training:
+                    image = _augment(image, tf.stack([seed + 7919 * epoch, index]))
+                image = (tf.cast(tf.reshape(image, IMAGE_SHAPE), tf.float32) - _MEAN) / _STD
+                return image, tf.gather(labels, index)
 
-    def start(self, session, epoch=0, skip=0):
-        """Starts an epoch at its batch number `skip`."""
-        order = np.arange(len(self._source.labels))
-        if self._training:
-            np.random.RandomState((self._seed * 1000003 + epoch) % 2**32).shuffle(order)
-            batches = order[:self.steps_an_epoch * self._batch_size].reshape(-1, self._batch_size)
-            order = batches[skip:, slice(*self._rows)].reshape(-1)
-        session.run(self._iterator.initializer, {
-            self._images: self._source.images, self._labels: self._source.labels, self._order: order, self._epoch: epoch})
-
-    def _example(self, index):
-        image = tf.gather(self._images, index)
-        if self._training:
-            image = _augment(image, tf.stack([self._seed + 7919 * self._epoch, index]))
-        image = (tf.cast(tf.reshape(image, IMAGE_SHAPE), tf.float32) - _MEAN) / _STD
-        return image, tf.gather(self._labels, index)
-
-
-def rows_of_part(batch_size, part, parts, towers_a_part):
-    """Returns which rows of a batch the towers of one part of all get, (first, last + 1).
-
-    As `towers.TowerBuilder` splits a batch over all towers: the first ones take what does not divide.
-    """
-    each, rest = divmod(batch_size, parts * towers_a_part)
-    first, end = (tower * each + min(tower, rest) for tower in (part * towers_a_part, (part + 1) * towers_a_part))
-    return first, end
+            super().__init__(len(source.labels), example, batch_size, training, seed, rows,
+                             {images: source.images, labels: source.labels})
 
 
 def _augment(image, seed):

@@ -17,36 +17,30 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 import tf_syncbn  # noqa: E402
 import towers  # noqa: E402
 from examples.cifar10 import data  # noqa: E402
-from examples.cifar10.arguments import add_data_arguments, add_train_dir, load_data, positive_int  # noqa: E402
-from examples.cifar10.checkpoint import (  # noqa: E402
-    UsageError, check_checkpoint, read_settings, restore, saved_checkpoints)
+from examples.cifar10.arguments import TRAIN_DIR, add_data_arguments, load_data  # noqa: E402
 from examples.cifar10.model import resnet  # noqa: E402
-from examples.cifar10.report import exit_status  # noqa: E402
-from examples.cifar10.training import tower_devices  # noqa: E402
+from examples.training.command import add_train_dir, positive_int, run  # noqa: E402
+from examples.training.folder import (  # noqa: E402
+    UsageError, check_checkpoint, read_settings, restore, saved_checkpoints)
+from examples.training.graph import tower_devices  # noqa: E402
 
 _NEEDED = {"depth": int, "data": str, "sync_bn": bool, "weight_decay": (int, float)}
 
 
 def main(argv=None):
     """Runs the command line and returns the exit status: 0, or 2 for what can't be done."""
-    tf.disable_eager_execution()
-    tf.logging.set_verbosity(tf.logging.ERROR)
     parser = argparse.ArgumentParser(prog="python -m examples.cifar10.evaluate", description=__doc__.split("\n\n")[0])
     add_data_arguments(parser)
-    add_train_dir(parser)
+    add_train_dir(parser, TRAIN_DIR)
     parser.add_argument("--batch-size", type=positive_int, default=500, help="of all towers together (default 500)")
     parser.add_argument("--recalibrate", type=positive_int, metavar="K",
                         help="estimate the moving averages anew, over K batches of training images")
     settings = parser.parse_args(argv)
-
-    def command():
-        evaluate(settings)
-        return 0
-    return exit_status(command, UsageError, data.DataError)
+    return run(lambda: evaluate(settings), data.DataError)
 
 
 def evaluate(settings):
-    """Prints and returns the test accuracy of the newest checkpoint."""
+    """Prints the test accuracy of the newest checkpoint."""
     checkpoints, trained = saved_checkpoints(settings.train_dir), read_settings(settings.train_dir)
     if not checkpoints:
         raise UsageError("There is no checkpoint in %s: train first, or name another --train-dir." % settings.train_dir)
@@ -67,16 +61,14 @@ def evaluate(settings):
         except ValueError as error:
             raise UsageError("%s is damaged: %s" % (os.path.join(settings.train_dir, "settings.json"), error)) from error
         correct = builder.build(model_fn, pipeline.batch, training=False).merged()["correct"]
-        check_checkpoint(checkpoint, tf.global_variables(), trained["depth"])
+        check_checkpoint(checkpoint, tf.global_variables(), "ResNet-%d" % trained["depth"])
         recalibrate = _recalibration(settings, dataset, builder, trained)
         with tf.Session(config=towers.session_config(builder.devices)) as session:
             restore(tf.train.Saver(), session, checkpoint)
             recalibrate(session)
             pipeline.start(session)
             right = np.concatenate([session.run(correct) for _ in range(pipeline.steps_an_epoch)])
-    accuracy = float(right.mean())
-    print("Test accuracy %.2f %% on %s, %s" % (100 * accuracy, dataset.name, checkpoint))
-    return accuracy
+    print("Test accuracy %.2f %% on %s, %s" % (100 * right.mean(), dataset.name, checkpoint))
 
 
 def _recalibration(settings, dataset, builder, trained):

@@ -22,11 +22,12 @@ import numpy as np  # noqa: E402
 import tensorflow.compat.v1 as tf  # noqa: E402
 
 from examples.cifar10 import data, train  # noqa: E402
-from examples.cifar10.arguments import add_data_arguments, load_data, positive_int  # noqa: E402
-from examples.cifar10.checkpoint import UsageError, make_saver, restore  # noqa: E402
+from examples.cifar10.arguments import add_data_arguments, load_data  # noqa: E402
 from examples.cifar10.model import resnet  # noqa: E402
-from examples.cifar10.report import exit_status  # noqa: E402
-from examples.cifar10.training import Training, alone  # noqa: E402
+from examples.cifar10.task import cifar10  # noqa: E402
+from examples.training.command import positive_int, run  # noqa: E402
+from examples.training.folder import UsageError, make_saver, restore  # noqa: E402
+from examples.training.graph import Training, alone  # noqa: E402
 
 
 class Part(NamedTuple):
@@ -40,9 +41,7 @@ class Part(NamedTuple):
 
 def main(argv=None):
     """Runs the command line and returns the exit status: 0 for the same bits, 1 for others, 2 for what can't be done."""
-    tf.disable_eager_execution()
-    tf.logging.set_verbosity(tf.logging.ERROR)
-    return exit_status(lambda: compare(parse_arguments(argv)), UsageError, data.DataError)
+    return run(lambda: compare(parse_arguments(argv)), data.DataError)
 
 
 def parse_arguments(argv):
@@ -137,7 +136,7 @@ def digests(settings, part):
     devices = ["/cpu:%d" % i for i in range(part.num_devices)]
     config = tf.ConfigProto(intra_op_parallelism_threads=settings.threads or 0)
     with tf.Graph().as_default():
-        training = Training(settings, load_data(settings), alone(devices, config), devices)
+        training = Training(settings, cifar10(settings, load_data(settings)), alone(devices, config), devices)
         saver = make_saver()
         with training.workers.session() as session:
             if part.begin:

@@ -12,7 +12,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow.compat.v1 as tf  # noqa: E402
 
-from examples.cifar10 import data, record, train  # noqa: E402
+from examples.cifar10 import data, train  # noqa: E402
+from examples.training import record  # noqa: E402
 
 
 def note(self, step, loss, accuracy):
@@ -27,7 +28,7 @@ losses, kept = [], record.Record.step
 record.Record.step = note
 data.generate = lambda generated=data.generate(59, 21): generated
 if dtype == "float64":
-    train.Training = functools.partial(train.Training, dtype=tf.float64)
+    train.cifar10 = functools.partial(train.cifar10, dtype=tf.float64)
 status = train.main(sys.argv[3:])
 if losses:  # the chief's
     with open(path, "w") as f:

@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10 import compare, comparison, data
+from examples.cifar10 import compare, data
+from examples.cifar10.task import MEASURES
+from examples.training import comparison
+from examples.training.compare import KINDS, Trainings, curve
 
 SMALL = ["--depth", "8", "--batch-size", "4", "--images-a-tower", "2", "--seeds", "1", "--steps", "5"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -23,16 +26,16 @@ def few_images():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a comparison that was cut in its third training, done again, and what both commands wrote and returned."""
-    folder, train_one, patch = tmp_path_factory.mktemp("compare"), compare.train_one, pytest.MonkeyPatch()
+    folder, train_one, patch = tmp_path_factory.mktemp("compare"), Trainings.train_one, pytest.MonkeyPatch()
     called = []
 
-    def cut(settings, dataset, kind, seed, start):
+    def cut(self, kind, seed, start):
         called.append(kind)
         if len(called) == 3:
             raise KeyboardInterrupt
-        return train_one(settings, dataset, kind, seed, start)
+        return train_one(self, kind, seed, start)
 
-    patch.setattr(compare, "train_one", cut)
+    patch.setattr(Trainings, "train_one", cut)
     first = compare.main(SMALL + ["--out", str(folder)])
     after_cut = json.loads((folder / "compare.json").read_text())
     second = compare.main(SMALL + ["--out", str(folder)])
@@ -44,7 +47,7 @@ def test_a_comparison_that_was_cut_goes_on_and_repeats_nothing(finished):
     folder, statuses, called, after_cut = finished
     assert statuses == (130, 0) and called == ["one", "synced", "unsynced", "unsynced", "unsynced-all"]
     found = json.loads((folder / "compare.json").read_text())
-    assert [run["kind"] for run in found["runs"]] == list(compare.KINDS)
+    assert [run["kind"] for run in found["runs"]] == list(KINDS)
     assert found["runs"][:2] == after_cut["runs"] and len(after_cut["runs"]) == 2
     assert found["settings"]["data"] == "generated images (not CIFAR-10)"
     assert (folder / "compare.png").read_bytes().startswith(PNG) and len(list(folder.iterdir())) == 2
@@ -52,13 +55,14 @@ def test_a_comparison_that_was_cut_goes_on_and_repeats_nothing(finished):
 
 def test_finished_comparison_is_shown_again_and_takes_more_seeds(finished, capsys, monkeypatch):
     folder, _, _, _ = finished
-    monkeypatch.setattr(compare, "train_one", lambda settings, dataset, kind, seed, start: pytest.fail("trained again"))
+    monkeypatch.setattr(Trainings, "train_one", lambda self, kind, seed, start: pytest.fail("trained again"))
     before = (folder / "compare.json").read_text()
     assert compare.main(SMALL + ["--out", str(folder)]) == 0
-    assert comparison.table(json.loads(before)) in capsys.readouterr().out
+    assert comparison.table(json.loads(before), MEASURES[0]) in capsys.readouterr().out
     assert (folder / "compare.json").read_text() == before
     seeds = []
-    monkeypatch.setattr(compare, "train_one", lambda settings, dataset, kind, seed, start: (
+    monkeypatch.setattr(Trainings, "initial_values", lambda self, seed: None)
+    monkeypatch.setattr(Trainings, "train_one", lambda self, kind, seed, start: (
         seeds.append(seed), dict(json.loads(before)["runs"][0], kind=kind, seed=seed))[1])
     assert compare.main(SMALL[:-4] + ["--seeds", "2"] + SMALL[-2:] + ["--out", str(folder)]) == 0
     assert seeds == [1] * 4
@@ -67,7 +71,7 @@ def test_finished_comparison_is_shown_again_and_takes_more_seeds(finished, capsy
 
 def test_synced_towers_train_as_one_and_unsynced_ones_do_not(finished):
     runs = {run["kind"]: run for run in json.loads((finished[0] / "compare.json").read_text())["runs"]}
-    one, synced, unsynced, of_all = (runs[kind] for kind in compare.KINDS)
+    one, synced, unsynced, of_all = (runs[kind] for kind in KINDS)
     assert len(one["first_losses_in_float64"]) == len(one["first_losses"]) == 5
     np.testing.assert_allclose(synced["first_losses_in_float64"], one["first_losses_in_float64"], rtol=1e-10)
     np.testing.assert_allclose(one["first_losses"], one["first_losses_in_float64"], rtol=1e-2)
@@ -77,13 +81,16 @@ def test_synced_towers_train_as_one_and_unsynced_ones_do_not(finished):
     assert all(0 <= run["test_accuracy"] <= 1 for run in runs.values())
 
 
-def test_all_kinds_begin_with_the_same_values_and_see_the_same_batches():
-    settings, dataset = compare.parse_arguments(SMALL), data.generate()
-    found = []
+def test_all_kinds_begin_with_the_same_values_and_see_the_same_batches(monkeypatch):
+    made = []
+    monkeypatch.setattr(compare.comparing, "compare", lambda settings, described, *functions: made.append(
+        Trainings(settings, *functions)))
+    compare.main(SMALL)
+    trainings, found = made[0], []
     for seed in (0, 1):
-        start = compare.initial_values(settings, dataset, seed)
-        for kind in compare.KINDS:
-            with compare.begun(compare.settings_of(settings, kind, seed), dataset, start) as (training, session):
+        start = trainings.initial_values(seed)
+        for kind in KINDS:
+            with trainings.built(kind, seed, start) as (training, session):
                 values = session.run({v.op.name: v.read_value() for v in tf.global_variables()})
                 training.pipeline.start(session, 1)
                 found.append((seed, values, session.run(training.pipeline.batch)))
@@ -100,14 +107,14 @@ def made(kind, seed, accuracy, losses, milliseconds=10.0):
             "first_losses_in_float64": losses, "curve": [[10, 2.5], [20, 2.0]]}
 
 
-MADE = {"settings": {"depth": 8, "batch_size": 16, "images_a_tower": 2, "steps": 20, "learning_rate": 0.1, "data": "none",
-                     "tensorflow": "3"},
+MADE = {"settings": {"model": "ResNet-8", "data": "none", "batch_size": 16, "images_a_tower": 2, "steps": 20,
+                     "learning_rate": 0.1, "tensorflow": "3"},
         "runs": [made("one", 0, 0.5, [2.5, 2.0]), made("synced", 0, 0.25, [2.5, 2.125], 30.0), made("one", 1, 0.52, [2.0, 1.0]),
                  made("synced", 1, 0.5, [1.75, 1.0], 20.0), made("unsynced", 2, 0.125, [1.0, 1.0])]}
 
 
 def test_table_has_the_numbers_of_the_file():
-    _, _, one, synced, unsynced = [line.split("  ") for line in comparison.table(MADE).split("\n")]
+    _, _, one, synced, unsynced = [line.split("  ") for line in comparison.table(MADE, MEASURES[0]).split("\n")]
     assert [word.strip() for word in one if word.strip()] == ["one tower of 16", "51.00 (50.00-52.00)", "-", "-", "10"]
     assert [word.strip() for word in synced if word.strip()] == [
         "8 synced towers of 2", "37.50 (25.00-50.00)", "2.5e-01", "2.5e-01", "25"]
@@ -116,13 +123,13 @@ def test_table_has_the_numbers_of_the_file():
 
 
 def test_picture_of_a_comparison_that_lacks_runs_is_drawn(tmp_path):
-    comparison.draw(MADE, str(tmp_path / "a.png"))
+    comparison.draw(MADE, MEASURES[0], str(tmp_path / "a.png"))
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
 def test_curve_has_the_means_of_stretches():
-    assert compare.curve([1.0, 3.0]) == [[1, 1.0], [2, 3.0]]
-    points = compare.curve(list(range(120)))
+    assert curve([1.0, 3.0]) == [[1, 1.0], [2, 3.0]]
+    points = curve(list(range(120)))
     assert len(points) == 60 and points[0] == [2, 0.5] and points[-1] == [120, 118.5]
 
 
@@ -144,7 +151,7 @@ def test_bad_input_is_one_sentence_and_status_2(tmp_path, capsys, arguments, mes
 @pytest.mark.parametrize("content,message", [
     ("{", "is damaged"), ("[]", "is damaged"), ("{}", "is damaged"), ('{"settings": {}, "runs": [1]}', "is damaged"),
     ('{"settings": {}, "runs": [{"kind": "one"}]}', "is damaged"),
-    (json.dumps(MADE), "holds a comparison with batch_size 16, and 4 was asked for: choose another --out")])
+    (json.dumps(MADE), "holds a comparison with data none, and generated images (not CIFAR-10) was asked for: choose another")])
 def test_a_file_that_is_damaged_or_of_other_settings_is_refused_and_stays(tmp_path, capsys, content, message):
     path = tmp_path / "compare.json"
     path.write_text(content)

@@ -6,8 +6,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import data, evaluate, model, train
-from examples.cifar10.recipes import RECIPES, learning_rate
-from examples.cifar10.training import Training, alone
+from examples.cifar10.recipes import RECIPES
+from examples.cifar10.task import cifar10
+from examples.training.graph import Training, alone
+from examples.training.schedule import learning_rate
 
 
 def rates(recipe, steps, num_steps, **given):
@@ -44,7 +46,7 @@ def test_plain_command_is_the_cosine_recipe_and_options_override_a_recipe():
 @pytest.mark.parametrize("recipe,nesterov", [("cosine", True), ("he", False)])
 def test_only_the_cosine_recipe_has_nesterovs_momentum(recipe, nesterov):
     settings = train.parse_arguments(["--recipe", recipe, "--depth", "8", "--batch-size", "4", "--steps", "2"])
-    Training(settings, data.generate(20, 10), alone(["/cpu:0", "/cpu:1"]), ["/cpu:0", "/cpu:1"])
+    Training(settings, cifar10(settings, data.generate(20, 10)), alone(["/cpu:0", "/cpu:1"]), ["/cpu:0", "/cpu:1"])
     found = {op.get_attr("use_nesterov") for op in tf.get_default_graph().get_operations() if op.type.endswith("ApplyMomentum")}
     assert found == {nesterov}
 

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10 import checkpoint, data, evaluate, record, train
+from examples.cifar10 import data, evaluate, train
 from examples.cifar10.model import resnet
-from examples.cifar10.recipes import learning_rate
-from examples.cifar10.report import Progress, draw_curve, write_json
+from examples.cifar10.task import MEASURES
+from examples.training import folder, record
+from examples.training.report import Progress, draw_curve, write_json
+from examples.training.schedule import learning_rate
 from tests.support import build
 from towers.testing import assert_equals_one_batch
 
@@ -262,7 +264,7 @@ def test_without_a_good_state_file_the_checkpoints_that_are_whole_are_found(trai
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:size])
     (tmp_path / "model.ckpt-200.data-00000-of-00001").unlink()
     (tmp_path / "model.ckpt-best.index").write_bytes((tmp_path / "model.ckpt-30.index").read_bytes())
-    assert checkpoint.saved_checkpoints(str(tmp_path)) == [str(tmp_path / "model.ckpt-9"), str(tmp_path / "model.ckpt-30")]
+    assert folder.saved_checkpoints(str(tmp_path)) == [str(tmp_path / "model.ckpt-9"), str(tmp_path / "model.ckpt-30")]
 
 
 def test_training_with_an_empty_state_file_goes_on(trained, tmp_path, capsys):
@@ -387,7 +389,7 @@ def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_pa
 
     def run(steps, killed_at=None):
         def save_and_die(saver, session, train_dir, step, sums):
-            checkpoint.save(saver, session, train_dir, step, sums)
+            folder.save(saver, session, train_dir, step, sums)
             if step == killed_at:
                 raise Killed
         monkeypatch.setattr(record, "save", save_and_die)
@@ -408,8 +410,8 @@ def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_pa
 
 def test_sums_of_another_batch_size_are_not_taken(tmp_path):
     (tmp_path / "sums.json").write_text('{"6": [3.0, 1.5, 2]}')
-    assert checkpoint.read_sums(str(tmp_path), 6, 2).tolist() == [3.0, 1.5, 2]
-    assert checkpoint.read_sums(str(tmp_path), 6, 6).tolist() == checkpoint.read_sums(str(tmp_path), 7, 3).tolist() == [0, 0, 0]
+    assert folder.read_sums(str(tmp_path), 6, 2).tolist() == [3.0, 1.5, 2]
+    assert folder.read_sums(str(tmp_path), 6, 6).tolist() == folder.read_sums(str(tmp_path), 7, 3).tolist() == [0, 0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -472,14 +474,14 @@ def test_files_are_replaced_whole(tmp_path):
         write_json(str(tmp_path / "a.json"), {"a": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
     # A process that is killed while it writes leaves something behind, until the file is written again.
-    killed = "import os, signal, sys; from examples.cifar10.report import _replace; _replace(sys.argv[1], lambda scratch: (" \
+    killed = "import os, signal, sys; from examples.training.report import _replace; _replace(sys.argv[1], lambda scratch: (" \
         "open(scratch, 'w').close(), os.kill(os.getpid(), signal.SIGKILL)))"
     assert subprocess.call([sys.executable, "-c", killed, str(tmp_path / "a.json")], cwd=ROOT) < 0
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 2
     write_json(str(tmp_path / "a.json"), {"a": 2})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 1
     history = [{"epoch": 1, "train_loss": 2.0, "train_accuracy": 0.2, "test_accuracy": 0.1}]
-    draw_curve(history, "title", str(tmp_path / "curve.png"))
+    draw_curve(history, MEASURES, "title", str(tmp_path / "curve.png"))
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
 
 

@@ -14,6 +14,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import data, train
+from examples.training.order import rows_of_part
 from towers.launch import free_ports
 
 ROOT = str(Path(__file__).parent.parent.parent)
@@ -156,7 +157,7 @@ def test_a_worker_alone_without_the_others_says_so(tmp_path, monkeypatch, capsys
     config["task"]["type"] = "evaluator"
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     assert train.main(["--train-dir", str(tmp_path)]) == 2
-    assert "this process evaluates: examples.cifar10.evaluate does" in capsys.readouterr().err
+    assert "this process evaluates: the command that evaluates does, once for all" in capsys.readouterr().err
 
 
 def test_a_worker_that_nobody_joins_ends_with_a_status_that_is_tried_again(tmp_path):
@@ -173,7 +174,7 @@ def test_rows_of_a_part_are_those_of_its_towers(batch_size, parts, towers_a_part
     of_towers = np.array_split(np.arange(batch_size), parts * towers_a_part)  # the first ones take what does not divide
     for part in range(parts):
         rows = np.concatenate(of_towers[part * towers_a_part:(part + 1) * towers_a_part])
-        first, end = data.rows_of_part(batch_size, part, parts, towers_a_part)
+        first, end = rows_of_part(batch_size, part, parts, towers_a_part)
         np.testing.assert_array_equal(np.arange(first, end), rows)
 
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10.report import WriteError, read_json, reason, write_json
+from examples.training.report import WriteError, read_json, reason, write_json
 
 __all__ = ["UsageError", "changed_settings", "check_checkpoint", "check_folder", "check_settings", "make_saver", "read_history",
            "read_settings", "read_sums", "restore", "save", "saved_checkpoints"]
@@ -13,9 +13,10 @@ __all__ = ["UsageError", "changed_settings", "check_checkpoint", "check_folder",
 _INDEX = re.compile(r"model\.ckpt-(\d+)\.index$")
 _KEPT = 3
 _FILES = ("checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png")
-_FOLLOWED = ("batch_size", "epochs", "steps", "learning_rate", "warmup_steps", "weight_decay", "label_smoothing", "recipe",
-             "sync_bn", "update_ops", "seed")
-_OF_A_RECORD = ("step", "epoch", "train_loss", "train_accuracy", "test_accuracy")
+# What a training does not follow: where its files and data are, and how many towers share its batches.
+_NOT_FOLLOWED = ("train_dir", "data", "data_dir", "data_name", "download", "save_every", "evaluate_every", "num_towers",
+                 "num_workers")
+_OF_A_RECORD = ("step", "epoch", "train_loss", "train_accuracy")
 
 
 class UsageError(ValueError):
@@ -135,17 +136,17 @@ def read_settings(train_dir):
     return _read_json(os.path.join(train_dir, "settings.json"), {})
 
 
-def read_history(train_dir, step):
-    """Returns the records of the epochs up to `step`, a list of dicts.
+def read_history(train_dir, step, measures):
+    """Returns the records of the evaluations up to `step`, a list of dicts with the names of `measures` among their keys.
 
     Raises:
       UsageError: if the file is damaged.
     """
-    path = os.path.join(train_dir, "history.json")
+    path, names = os.path.join(train_dir, "history.json"), _OF_A_RECORD + tuple(measure.name for measure in measures)
     history = _read_json(path, [])
-    if not all(isinstance(record, dict) and all(isinstance(record.get(name), (int, float)) for name in _OF_A_RECORD)
+    if not all(isinstance(record, dict) and all(isinstance(record.get(name), (int, float)) for name in names)
                for record in history):
-        raise UsageError("%s is damaged: not all of its records have numbers for %s." % (path, ", ".join(_OF_A_RECORD)))
+        raise UsageError("%s is damaged: not all of its records have numbers for %s." % (path, ", ".join(names)))
     return [record for record in history if record["step"] <= step]
 
 
@@ -162,13 +163,13 @@ def _read_json(path, default):
     return content
 
 
-def check_settings(settings, data_name):
-    """Raises `UsageError` if the training folder is another model's or another data set's."""
-    before = read_settings(settings.train_dir)
-    for name, now in (("depth", settings.depth), ("data", data_name)):
+def check_settings(train_dir, identity):
+    """Raises `UsageError` if the training folder is another model's or another data set's, as the dict `identity` tells."""
+    before = read_settings(train_dir)
+    for name, now in identity.items():
         if before.get(name, now) != now:
             raise UsageError("%s holds a training with %s %s, and %s was asked for: choose another --train-dir."
-                             % (settings.train_dir, name, before[name], now))
+                             % (train_dir, name, before[name], now))
 
 
 def changed_settings(settings):
@@ -181,11 +182,11 @@ def changed_settings(settings):
       A list of (name, value now, value before).
     """
     before = read_settings(settings.train_dir)
-    return [(name, getattr(settings, name), before[name]) for name in _FOLLOWED
-            if name in before and before[name] != getattr(settings, name)]
+    return [(name, now, before[name]) for name, now in vars(settings).items()
+            if name in before and name not in _NOT_FOLLOWED and before[name] != now]
 
 
-def check_checkpoint(path, variables, depth):
+def check_checkpoint(path, variables, model_name):
     """Raises `UsageError` if a checkpoint can't be read or does not hold these variables in their shapes."""
     try:
         saved = dict(tf.train.list_variables(path))
@@ -193,14 +194,14 @@ def check_checkpoint(path, variables, depth):
         raise UsageError("The checkpoint %s can't be read: %s." % (path, str(error).split("\n")[0].rstrip("."))) from error
     missing = [v.op.name for v in variables if v.op.name not in saved]
     if missing:
-        raise UsageError("The checkpoint %s is not of a ResNet-%d: %s is not in it, one of %d of %d variables. Choose another "
-                         "--train-dir." % (path, depth, missing[0], len(missing), len(variables)))
+        raise UsageError("The checkpoint %s is not of a %s: %s is not in it, one of %d of %d variables. Choose another "
+                         "--train-dir." % (path, model_name, missing[0], len(missing), len(variables)))
     for variable in variables:
         name, shape = variable.op.name, variable.shape.as_list()
         if saved[name] != shape:
-            raise UsageError("The checkpoint %s is not of a ResNet-%d: %s has shape %s, not %s. Choose another --train-dir."
-                             % (path, depth, name, saved[name], shape))
+            raise UsageError("The checkpoint %s is not of a %s: %s has shape %s, not %s. Choose another --train-dir."
+                             % (path, model_name, name, saved[name], shape))
     more = sorted(name for name in set(saved) - {v.op.name for v in variables} if name.endswith("kernel"))
     if more:
-        raise UsageError("The checkpoint %s is not of a ResNet-%d: it has %s too. Choose another --train-dir."
-                         % (path, depth, more[0]))
+        raise UsageError("The checkpoint %s is not of a %s: it has %s too. Choose another --train-dir."
+                         % (path, model_name, more[0]))

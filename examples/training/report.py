@@ -124,11 +124,12 @@ class EventWriter:
             raise WriteError("%s can't be written: %s." % (self._path, reason(error))) from error
 
 
-def draw_curve(history, title, path):
-    """Writes a PNG of loss and accuracy over epochs.
+def draw_curve(history, measures, title, path):
+    """Writes a PNG of the training's loss, and of its accuracy and the measures of its evaluations, over epochs.
 
     Args:
-      history: list of dicts with "epoch", "train_loss", "train_accuracy", "test_accuracy".
+      history: list of dicts with "epoch", "train_loss", "train_accuracy" and the names of the measures.
+      measures: sequence of `graph.Measure`.
       title: str.
       path: str.
 
@@ -140,15 +141,16 @@ def draw_curve(history, title, path):
     figure, (left, right) = new_figure(1, 2, figsize=(9, 3.6))
     left.plot(epochs, [record["train_loss"] for record in history], "o-")
     left.set_ylabel("training loss")
-    right.plot(epochs, [100 * record["train_accuracy"] for record in history], "o-", label="training")
-    right.plot(epochs, [100 * record["test_accuracy"] for record in history], "o-", label="test")
-    right.set_ylabel("accuracy in %")
+    for name, words in (("train_accuracy", "training accuracy"),) + tuple(measures):
+        right.plot(epochs, [100 * record[name] for record in history], "o-", label=words)
+    right.set_ylabel("%")
     for axes in (left, right):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(alpha=0.3)
     figure.suptitle(title)
-    figure.legend(*right.get_legend_handles_labels(), loc="lower center", ncol=2)  # where it hides nothing
+    handles, words = right.get_legend_handles_labels()
+    figure.legend(handles, words, loc="lower center", ncol=len(words))  # where it hides nothing
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     save_figure(figure, path)
 

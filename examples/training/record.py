@@ -1,11 +1,11 @@
-"""What a training leaves behind: lines on the terminal, checkpoints, summaries, the epochs' history and the results."""
+"""What a training leaves behind: lines on the terminal, checkpoints, summaries, the evaluations' history and the results."""
 import os
 import time
 
 import tensorflow.compat.v1 as tf
 
-from examples.cifar10.checkpoint import check_folder, read_history, read_sums, save
-from examples.cifar10.report import EventWriter, Progress, draw_curve, read_json, write_json
+from examples.training.folder import check_folder, read_history, read_sums, save
+from examples.training.report import EventWriter, Progress, draw_curve, read_json, write_json
 
 __all__ = ["NoRecord", "Record"]
 
@@ -15,7 +15,7 @@ class Record:
 
     Args:
       settings: of the command line.
-      training: `train.Training`.
+      training: `graph.Training`.
       saver: `tf.train.Saver`.
       session: `tf.Session`.
       step: int, the step that the training begins at.
@@ -28,12 +28,12 @@ class Record:
     def __init__(self, settings, training, saver, session, step):
         self._settings, self._training, self._saver, self._session = settings, training, saver, session
         self._first_step, self._saved, self._num_steps = step, step if step else None, training.num_steps
-        self._steps_an_epoch = training.pipeline.steps_an_epoch
+        self._stretch = training.steps_an_epoch * settings.evaluate_every  # from one evaluation to the next
         folder = self._folder = settings.train_dir
-        self._history = read_history(folder, step)
-        self._sums = read_sums(folder, step, step % self._steps_an_epoch)  # of loss, accuracy and steps of the epoch
+        self._history = read_history(folder, step, training.task.measures)
+        self._sums = read_sums(folder, step, step % self._stretch)  # of loss, accuracy and steps since the evaluation
         check_folder(folder)
-        write_json(os.path.join(folder, "settings.json"), dict(vars(settings), data=training.data_name))
+        write_json(os.path.join(folder, "settings.json"), dict(vars(settings), data=training.task.data_name))
         self._progress = Progress(step, self._num_steps, settings.batch_size)
         self._writer = EventWriter(folder, session.graph if step == 0 else None)
         self._started = time.time()
@@ -59,17 +59,22 @@ class Record:
         self._sums += loss, accuracy, 1
         self._progress.step(step, loss, accuracy)
 
-    def end_epoch(self, step, test_accuracy):
-        """Notes an evaluation, at the end of an epoch or of the training."""
+    def evaluated(self, step, measures):
+        """Notes an evaluation, a dict by the measures' names, after an epoch or at the end of the training."""
         loss, accuracy = self._sums[:2] / self._sums[2]
-        epoch = round(step / self._steps_an_epoch, 3)
-        self._history.append({"step": step, "epoch": epoch, "train_loss": float(loss), "train_accuracy": float(accuracy),
-                              "test_accuracy": test_accuracy})
-        self._progress.say("epoch %g: training loss %.3f, accuracy %.1f %%; test accuracy %.1f %%" % (
-            epoch, loss, 100 * accuracy, 100 * test_accuracy))
-        self.add_summary(tf.Summary(value=[tf.Summary.Value(tag="test_accuracy", simple_value=test_accuracy)]), step)
+        epoch = round(step / self._training.steps_an_epoch, 3)
+        self._history.append(dict(
+            {"step": step, "epoch": epoch, "train_loss": float(loss), "train_accuracy": float(accuracy)}, **measures))
+        self._progress.say("epoch %g: training loss %.3f, accuracy %.1f %%; %s" % (
+            epoch, loss, 100 * accuracy, self._in_words("%s %.1f %%")))
+        self.add_summary(tf.Summary(value=[
+            tf.Summary.Value(tag=name, simple_value=value) for name, value in measures.items()]), step)
         write_json(os.path.join(self._folder, "history.json"), self._history)
-        self._sums = self._sums * (step % self._steps_an_epoch > 0)  # of an epoch that goes on later they are kept
+        self._sums = self._sums * (step % self._stretch > 0)  # of a stretch that goes on later they are kept
+
+    def _in_words(self, form):
+        measures, last = self._training.task.measures, self._history[-1]
+        return ", ".join(form % (measure.words, 100 * last[measure.name]) for measure in measures)
 
     def save(self, step):
         """Saves a checkpoint, where there is none of this step."""
@@ -93,15 +98,16 @@ class Record:
         """Writes the results and draws the curve."""
         seconds, images = time.time() - self._started, (step - self._first_step) * self._settings.batch_size
         results_path, curve_path = (os.path.join(self._folder, name) for name in ("results.json", "curve.png"))
-        history, data_name = self._history, self._training.data_name
+        history, task = self._history, self._training.task
         if images or _step_of(results_path) != step:
-            write_json(results_path, {
-                "settings": vars(self._settings), "data": data_name, "tensorflow": tf.__version__, "step": step,
-                "test_accuracy": history[-1]["test_accuracy"] if history else None,
-                "images_per_second_of_last_run": images / seconds if images else None, "history": history})
+            write_json(results_path, dict(
+                {"settings": vars(self._settings), "data": task.data_name, "tensorflow": tf.__version__, "step": step},
+                **{measure.name: history[-1][measure.name] if history else None for measure in task.measures},
+                images_per_second_of_last_run=images / seconds if images else None, history=history))
         if history:
-            draw_curve(history, "ResNet-%d, %s, %s" % (self._settings.depth, self._training.who, data_name), curve_path)
-            print("Test accuracy %.2f %% on %s after %d steps." % (100 * history[-1]["test_accuracy"], data_name, step))
+            draw_curve(history, task.measures, "%s, %s, %s" % (task.model_name, self._training.who, task.data_name), curve_path)
+            words = self._in_words("%s %.2f %%")
+            print("%s on %s after %d steps." % (words[0].upper() + words[1:], task.data_name, step))
             print("Results: %s, curve: %s" % (results_path, curve_path))
 
 

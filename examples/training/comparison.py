@@ -1,28 +1,29 @@
 """The results of `compare`: its file, its table and its picture."""
 import numpy as np
 
-from examples.cifar10.checkpoint import UsageError
-from examples.cifar10.report import new_figure, read_json, save_figure
+from examples.training.folder import UsageError
+from examples.training.report import new_figure, read_json, save_figure
 
 __all__ = ["FIRST_STEPS", "draw", "largest_difference", "read", "table"]
 
 FIRST_STEPS = 20
-_OF_A_RUN = {"kind": str, "seed": int, "test_accuracy": float, "milliseconds_a_step": float, "first_losses": list,
+_OF_A_RUN = {"kind": str, "seed": int, "milliseconds_a_step": float, "first_losses": list,
              "first_losses_in_float64": list, "curve": list}
 _COLOURS = {"one": "0.6", "synced": "C0", "unsynced": "C1", "unsynced-all": "C3"}
 _SHORT = {"one": "one\ntower", "synced": "synced", "unsynced": "unsynced,\ntower 0's\naverages",
           "unsynced-all": "unsynced,\nall\naverages"}
 
 
-def read(path, settings):
+def read(path, settings, measure):
     """Returns the comparison in a file, or one without runs where there is no file.
 
     Args:
       path: str.
       settings: dict of what the comparison has to have been made with.
+      measure: `graph.Measure`, which each run has.
 
     Returns:
-      A dict of "settings" and "runs", a list of what `compare.train_one` returns.
+      A dict of "settings" and "runs", a list of what `compare.Trainings.train_one` returns.
 
     Raises:
       UsageError: if the file is damaged, or of other settings.
@@ -30,7 +31,7 @@ def read(path, settings):
     try:
         found = read_json(path, {"settings": settings, "runs": []})
         runs, before = found["runs"], dict(found["settings"])
-        whole = all(type(run[name]) is kind for run in runs for name, kind in _OF_A_RUN.items())
+        whole = all(type(run[name]) is kind for run in runs for name, kind in dict(_OF_A_RUN, **{measure.name: float}).items())
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError("%s is damaged: delete it, or choose another --out." % path) from error
     except OSError as error:
@@ -44,17 +45,17 @@ def read(path, settings):
     return found
 
 
-def table(comparison):
-    """Returns the comparison as lines of text: a row for each kind, over its seeds."""
+def table(comparison, measure):
+    """Returns the comparison by a `graph.Measure` as lines of text: a row for each kind, over its seeds."""
     names = _names(comparison["settings"])
     row = "%%-%ds  %%-21s  %%-14s  %%-14s  %%s" % max(map(len, names.values()))
-    lines = [row % ("", "test accuracy in %,", "first %d losses, furthest from one tower's" % FIRST_STEPS, "", ""),
+    lines = [row % ("", measure.words + " in %,", "first %d losses, furthest from one tower's" % FIRST_STEPS, "", ""),
              row % ("", "mean (lowest-highest)", "float32", "float64", "ms a step")]
     for kind, runs in _by_kind(comparison).items():
-        accuracies = 100 * np.array([run["test_accuracy"] for run in runs])
+        values = 100 * np.array([run[measure.name] for run in runs])
         furthest = [largest_difference(comparison, kind, losses) for losses in ("first_losses", "first_losses_in_float64")]
         furthest = ["-" if kind == "one" or difference is None else "%.1e" % difference for difference in furthest]
-        lines.append(row % (names[kind], "%.2f (%.2f-%.2f)" % (accuracies.mean(), accuracies.min(), accuracies.max()),
+        lines.append(row % (names[kind], "%.2f (%.2f-%.2f)" % (values.mean(), values.min(), values.max()),
                             furthest[0], furthest[1], "%.0f" % np.mean([run["milliseconds_a_step"] for run in runs])))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -67,8 +68,8 @@ def largest_difference(comparison, kind, losses):
     return float(max(differences)) if differences else None
 
 
-def draw(comparison, path):
-    """Writes a PNG: the losses over steps, thin lines for the seeds, and the test accuracies.
+def draw(comparison, measure, path):
+    """Writes a PNG: the losses over steps, thin lines for the seeds, and what a `graph.Measure` comes to.
 
     Raises:
       WriteError: if it can't be written.
@@ -83,20 +84,20 @@ def draw(comparison, path):
         for curve in curves[:len(curves) if len(curves) > 1 else 0]:
             left.plot(curve[:, 0], curve[:, 1], color=colour, linewidth=0.6, alpha=0.5)
         left.plot(*curves.mean(0).T, style, color=colour, linewidth=width, label=names[kind])
-        accuracies = 100 * np.array([run["test_accuracy"] for run in runs])
-        right.plot([place] * len(runs), accuracies, "o", color=colour, alpha=0.7)
-        right.plot([place - 0.25, place + 0.25], [accuracies.mean()] * 2, "-", color=colour, linewidth=2)
-        right.annotate("%.1f" % accuracies.mean(), (place + 0.28, accuracies.mean()), va="center", fontsize=9)
+        values = 100 * np.array([run[measure.name] for run in runs])
+        right.plot([place] * len(runs), values, "o", color=colour, alpha=0.7)
+        right.plot([place - 0.25, place + 0.25], [values.mean()] * 2, "-", color=colour, linewidth=2)
+        right.annotate("%.1f" % values.mean(), (place + 0.28, values.mean()), va="center", fontsize=9)
     runs = next(iter(by_kind.values()))
     steps = round(settings["steps"] / len(runs[0]["curve"]))
     left.set(xlabel="step", ylabel="training loss" + (", mean of %d steps" % steps if steps > 1 else ""))
-    right.set(ylabel="test accuracy in %", xlim=(-0.5, len(by_kind) - 0.2), xticks=range(len(by_kind)))
+    right.set(ylabel=measure.words + " in %", xlim=(-0.5, len(by_kind) - 0.2), xticks=range(len(by_kind)))
     right.set_xticklabels([_SHORT[kind] for kind in by_kind], fontsize=9)
     for axes in (left, right):
         axes.grid(alpha=0.3)
     left.set_title("thick: mean over %d seeds; thin: each seed" % len(runs) if len(runs) > 1 else "one seed", fontsize=10)
     right.set_title("after %d steps; dots: seeds, lines: means" % settings["steps"], fontsize=10)
-    figure.suptitle("ResNet-%d on %s, a batch of %d" % (settings["depth"], settings["data"], settings["batch_size"]))
+    figure.suptitle("%s on %s, a batch of %d" % (settings["model"], settings["data"], settings["batch_size"]))
     figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncol=2, fontsize=9)
     figure.tight_layout(rect=(0, 0.11, 1, 1))
     save_figure(figure, path)
