@@ -456,6 +456,20 @@ def test_kernels_that_follow_the_size_of_a_batch_are_no_difference(dtype):
     build(model, towers.PerTower([tf.zeros([size, 8, 8, 64]) for size in (1, 300)]), 2)
 
 
+@pytest.mark.parametrize("make", [tf.zeros_like, tf.ones_like, lambda x: tf.zeros(x.shape), lambda x: tf.ones(x.shape, tf.int32)])
+@pytest.mark.parametrize("sizes", [(5, 500), (500, 5)])
+def test_constants_that_are_filled_from_a_thousand_entries_on_are_no_difference(make, sizes):
+    batch = towers.PerTower([np.ones([size, 4], np.float32) for size in sizes])
+    build(lambda x: mean(x + tf.cast(make(x), tf.float32)), batch, 2)
+
+    for value in (3.0, np.arange(20)):
+        def model(x):
+            small = tf.constant(value, tf.float32, [5, 4])
+            return mean(x + (small if index() == sizes.index(5) else tf.cast(make(x), tf.float32)))
+        with tf.Graph().as_default(), pytest.raises(towers.TowerMismatchError, match="Const"):
+            build(model, towers.PerTower([np.ones([size, 4], np.float32) for size in sizes]), 2)
+
+
 def test_sparse_batches_are_no_difference():
     parts = [tf.SparseTensor([[0, i]], [1.0 + i], [2, 3]) for i in range(2)]
     build(lambda x: {"loss": mean(tf.sparse.to_dense(x)), "weight": 1.0}, towers.PerTower(parts), 2)

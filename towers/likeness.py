@@ -143,6 +143,8 @@ class _Comparison:
             # A sum over the examples of a tower that has one is no sum.
             self._stack.append(tuple(_first_input(end) if end[0].type == "AddN" else end for end in (a, b)))
             return
+        if {op.type, other.type} == {"Const", "Fill"} and not self._same_sizes and _fill_alike(op, other):
+            return  # tf.zeros and tf.ones of a known shape are constants up to a thousand entries, and filled from there on
         if op.type != other.type:
             self._report(op, other, "%r is of type %s, and in tower %d %r of type %s"
                          % (op.name, op.type, self._other.index, other.name, other.type))
@@ -218,6 +220,21 @@ class _Comparison:
 
 def _first_input(end):
     return end[0].inputs[0].op, end[0].inputs[0].value_index
+
+
+def _fill_alike(*ops):
+    """Tells whether ops, Const or Fill, have the same value everywhere."""
+    values = [_filling(op) for op in ops]
+    return values[0] is not None and values[0] == values[1]
+
+
+def _filling(op):
+    """Returns the bytes of the one value that a Const or Fill has everywhere, None where that is not known or not one."""
+    if op.type == "Fill":
+        value = tf.get_static_value(op.inputs[1])
+        return None if value is None else np.asarray(value).tobytes()
+    values = {value.tobytes() for value in tf.make_ndarray(op.get_attr("value")).reshape([-1])}
+    return values.pop() if len(values) == 1 else None
 
 
 def _known(shape):

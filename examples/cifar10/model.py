@@ -1,18 +1,13 @@
 """A ResNet for 32 x 32 images as a plain model function on `tf.nn` and `tf.get_variable`.
 
-Of towers only the unsynced batch norm knows anything: it asks the tower whether it trains, as `sync_batch_norm` does.
-
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2015), section 4.2: depth 6n + 2, three stages of
 n blocks with 16, 32 and 64 channels, shortcuts without parameters. Depth 20 has 0.27 million parameters.
 """
 import tensorflow.compat.v1 as tf
 
-import tf_syncbn
-import towers
+from examples.training.batch_norm import per_tower, synced
 
 __all__ = ["resnet"]
-
-_MOMENTUM, _EPSILON = 0.9, 1e-5
 
 
 def resnet(depth=20, sync_bn=True, weight_decay=1e-4, classes=10, label_smoothing=0.0, dtype=None):
@@ -37,7 +32,7 @@ def resnet(depth=20, sync_bn=True, weight_decay=1e-4, classes=10, label_smoothin
         raise ValueError("The depth of this ResNet is 6n + 2: 8, 14, 20, 32, 44, 56, 110; not %d." % depth)
     if not 0 <= label_smoothing < 1:
         raise ValueError("The label smoothing is a share from 0 to less than 1, not %s." % label_smoothing)
-    batch_norm = _sync_batch_norm if sync_bn else _batch_norm
+    batch_norm = synced if sync_bn else per_tower
 
     def model_fn(images, labels):
         with tf.variable_scope(tf.get_variable_scope(), dtype=dtype, auxiliary_name_scope=False):
@@ -95,32 +90,3 @@ def _cross_entropies(labels, logits, smoothing):
     classes = logits.shape.as_list()[-1]
     smooth = tf.one_hot(labels, classes, dtype=logits.dtype) * (1 - smoothing) + smoothing / classes
     return tf.nn.softmax_cross_entropy_with_logits_v2(labels=smooth, logits=logits)
-
-
-def _sync_batch_norm(x, name):
-    return tf_syncbn.sync_batch_norm(x, momentum=_MOMENTUM, epsilon=_EPSILON, name=name)
-
-
-def _batch_norm(x, name):
-    """Ordinary batch norm, of each tower alone, moving averages in UPDATE_OPS."""
-    with tf.variable_scope(name):
-        def variable(variable_name, initializer, trainable):
-            return tf.get_variable(variable_name, [x.shape.as_list()[-1]], initializer=initializer, trainable=trainable)
-        gamma, beta = variable("gamma", tf.ones_initializer(), True), variable("beta", tf.zeros_initializer(), True)
-        moving_mean = variable("moving_mean", tf.zeros_initializer(), False)
-        moving_variance = variable("moving_variance", tf.ones_initializer(), False)
-        if not towers.current_tower().training:
-            return _normalize(x, gamma, beta, moving_mean, moving_variance)[0]
-        y, mean, variance = _normalize(x, gamma, beta)
-        for moving, batch in ((moving_mean, mean), (moving_variance, variance)):
-            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, (moving - batch) * (1 - _MOMENTUM)))
-        return y
-
-
-def _normalize(x, gamma, beta, mean=None, variance=None):
-    """Returns the normalized `x` and the moments, by default its own: by the fused op, which has no kernel for float64."""
-    if x.dtype != tf.float64:
-        return tf.nn.fused_batch_norm(x, gamma, beta, mean, variance, _EPSILON, is_training=mean is None)
-    if mean is None:
-        mean, variance = tf.nn.moments(x, [0, 1, 2])
-    return tf.nn.batch_normalization(x, mean, variance, beta, gamma, _EPSILON), mean, variance
