@@ -76,6 +76,21 @@ def test_reference_has_every_public_name_once_and_no_other():
     assert sorted(on_pages) == sorted(public)
 
 
+def public_docstrings():
+    for module in map(importlib.import_module, MODULES):
+        for name in module.__all__:
+            found = getattr(module, name)
+            members = vars(found).values() if inspect.isclass(found) else ()
+            for each in (found, *(member for member in members if inspect.isfunction(member))):
+                yield name, inspect.getdoc(each) or ""
+
+
+def test_what_a_public_function_returns_is_no_type_and_colon_to_the_parser():
+    first_lines = [(name, line) for name, text in public_docstrings() for line in re.findall(r"^Returns:\n +(.*)", text, re.M)]
+    assert len(first_lines) > 20
+    assert not [each for each in first_lines if ":" in each[1]]
+
+
 def test_nothing_of_the_site_is_fetched_from_the_network():
     assert "font: false" in SETTINGS and "strict: true" in SETTINGS
     assert not re.search(r"^(?!repo_url|site_url).*https?://", SETTINGS, re.M)
