@@ -63,6 +63,11 @@ def test_link_to_another_file_leads_to_the_repository_or_names_the_file():
             "[`tests/support.py`](https://host/it/blob/main/tests/support.py)")
 
 
+def test_link_to_a_file_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="docs/towers.md has a link to docs/nowhere.md, which is not there"):
+        assemble.relink("[a](nowhere.md)", "docs/towers.md", NAMES)
+
+
 def test_reference_has_every_public_name_once_and_no_other():
     on_pages = [name for path in (ROOT / "docs" / "reference").glob("*.md")
                 for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.M)]

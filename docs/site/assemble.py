@@ -43,6 +43,9 @@ def relink(text, path, names, repo_url=None):
       path: str, where the page stands in the repository.
       names: dict, see `pages`.
       repo_url: str, the repository's address; None where it has none.
+
+    Raises:
+      ValueError: for a link to a file that is not there.
     """
     folder = posixpath.dirname(names[path]) or "."
 
@@ -50,6 +53,8 @@ def relink(text, path, names, repo_url=None):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"]))
         if target in names:
             return "[%s](%s%s)" % (match["text"], posixpath.relpath(names[target], folder), match["anchor"] or "")
+        if not (ROOT / target).exists():
+            raise ValueError("%s has a link to %s, which is not there." % (path, target))
         if repo_url:
             return "[%s](%s/blob/main/%s)" % (match["text"], repo_url.rstrip("/"), target)
         return match["text"] if target in match["text"] else "%s (`%s`)" % (match["text"], target)
