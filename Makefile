@@ -13,7 +13,7 @@ COMPARE_DIR ?= runs/compare-generated
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train train-workers compare same-bits bench test test-graph test-all lint clean
+.PHONY: train train-workers compare same-bits bench docs test test-graph test-all lint clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
@@ -34,6 +34,12 @@ same-bits: $(VENV)/ready
 # Every benchmark in this lane; leave the machine alone meanwhile.
 bench: $(VENV)/ready
 	$(RUN) -m benchmarks --out $(BENCH_DIR)
+
+# The documentation as a site in build/docs, without the network; every warning of it is an error. Its search needs a server.
+docs: $(VENV)/docs
+	$(RUN) docs/site/assemble.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
+	@echo "To read it: $(RUN) -m http.server --directory build/docs"
 
 test: $(VENV)/ready
 	$(RUN) -m pytest -n $(TEST_PROCESSES)
@@ -56,6 +62,13 @@ $(VENV)/ready: setup.cfg
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable ".[tensorflow,examples,test]"
+	touch $@
+
+# Docstrings are read and not imported, so the site needs no TensorFlow.
+$(VENV)/docs: setup.cfg
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable ".[docs]"
 	touch $@
 
 $(VENV)/nox: $(VENV)/ready

@@ -106,7 +106,7 @@ def _inputs(case, index, device):
 class _Layer(NamedTuple):
     """One layer on all towers.
 
-    Fields:
+    Attributes:
       forward, backward: lists of operations; running both is what a training step makes the layer do.
       saved: list of tensors kept for the backward pass.
     """

@@ -20,7 +20,7 @@ class Layers(NamedTuple):
 
     Variables are named `<name>/kernel`, `<name>/bias`, `<name>/gamma` and so on in every variant.
 
-    Fields:
+    Attributes:
       each: function of (a function of tensors, *xs) that applies what has no variables.
       conv: function of (x, channels, stride, name): a convolution 3 x 3 without bias. Those of plain tensors take a `size`.
       batch_norm: function of (x, name), with moving averages.

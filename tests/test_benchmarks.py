@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import conversion, graph, layer, memory, networks, pictures, pipeline, repeat, report, variants, workers
+from benchmarks import conversion, graph, law, layer, memory, networks, pictures, pipeline, repeat, report, variants, workers
 from benchmarks.__main__ import BENCHMARKS as benchmarks
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
@@ -110,3 +110,22 @@ def test_bytes_that_workers_send_are_those_of_their_collectives(tmp_path):
     for name in ("synced", "unsynced"):
         assert row["bytes"][name]["formula"] == pytest.approx(row["bytes"][name]["graph"])
     assert row["bytes"]["synced"]["graph"] > row["bytes"]["unsynced"]["graph"] > 4 / 3 * 4 * 75290
+
+
+def test_differences_of_the_law_are_the_largest_of_each_kind():
+    one = law.Run(np.array([4.0, 2.0]), {"w": np.array([[1.0, -8.0]]), "v": np.array([[1.0]])},
+                  {"w": np.array([2.0, -10.0]), "v": np.array([5.0])})
+    other = law.Run(np.array([4.0, 1.0]), {"w": np.array([[1.0, -8.0]]), "v": np.array([[3.0]])},
+                    {"w": np.array([1.0, -10.0]), "v": np.array([6.0])})
+    assert law.differences(one, other) == {"loss": 0.25, "gradients": 0.25, "variables": 0.2}
+
+
+def test_the_law_holds_of_synced_towers_in_its_picture_and_of_no_others(tmp_path):
+    ones, pairs = ({synced: law.train(count, synced, np.float64, 2, 5) for synced in (True, False)} for count in (1, 2))
+    synced, unsynced = (law.differences(ones[synced], pairs[synced]) for synced in (True, False))
+    assert all(value < 1e-12 for value in synced.values())
+    assert all(value > 1e-3 for value in unsynced.values())
+    np.testing.assert_allclose(ones[True].loss, ones[False].loss, rtol=1e-12)  # one tower is the same network in both
+    found = {(line[0], line[1].__name__): [synced, unsynced] for line in law.LINES}
+    law.draw(found, 2, 5, str(tmp_path / "law.svg"))
+    assert "unsynced, float32" in (tmp_path / "law.svg").read_text(encoding="utf-8")

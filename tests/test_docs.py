@@ -26,7 +26,8 @@ import tensorflow.compat.v1 as tf
 from tests.support import has_tf_estimator, has_tf_layers
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 IS_TF1 = tf.__version__.startswith("1.")
 LANES = {  # word of a marker -> why this lane can't run the block, or None
     "all": None,
@@ -40,7 +41,7 @@ _MARKER = re.compile(r"<!-- (?:lane: (?P<lanes>\w+(?: \w+)*)(?P<continues>, cont
 
 
 class Block(NamedTuple):
-    """A Python block: its page, the line of its fence, its source, and the line before the fence."""
+    """A Python block: its page, a path in docs/, the line of its fence, its source, and the line before the fence."""
     page: str
     line: int
     source: str
@@ -51,11 +52,15 @@ class Block(NamedTuple):
         return _MARKER.fullmatch(self.before)
 
 
+def name_of(path):
+    return path.relative_to(DOCS).as_posix()
+
+
 def blocks_of(path):
     text = path.read_text(encoding="utf-8")
     for match in _FENCE.finditer(text):
         before = text[:match.start()].rstrip("\n").rpartition("\n")[2]
-        yield Block(path.name, text.count("\n", 0, match.start(1)), match.group(1), before)
+        yield Block(name_of(path), text.count("\n", 0, match.start(1)), match.group(1), before)
 
 
 def runs(blocks):
@@ -87,7 +92,7 @@ def test_python_block_runs(blocks, tmp_path, monkeypatch):
     words = blocks[0].marker["lanes"].split()
     for reason in filter(None, (LANES[word] for word in words)):
         pytest.skip(reason)
-    page = str(ROOT / "docs" / blocks[0].page)
+    page = str(DOCS / blocks[0].page)
     if "eager" in words:
         run_eagerly(page, blocks, tmp_path)
         return
@@ -115,7 +120,7 @@ def test_python_block_says_where_it_runs_or_why_not_and_is_python(block):
 def test_every_fence_of_a_page_is_a_python_block_that_is_found():
     for path in PAGES:
         fences = re.findall(r"^\s*(?:```|~~~)", path.read_text(encoding="utf-8"), re.M)
-        assert len(fences) == 2 * sum(block.page == path.name for block in BLOCKS)
+        assert len(fences) == 2 * sum(block.page == name_of(path) for block in BLOCKS)
 
 
 def test_block_that_continues_another_one_has_its_lane_and_page():
@@ -151,8 +156,8 @@ def headings_of(path):
             for heading in re.findall(r"^#+ (.+)$", _FENCE.sub("", path.read_text(encoding="utf-8")), re.M)}
 
 
-@pytest.mark.parametrize("path", PAGES + [ROOT / "README.md"] + sorted((ROOT / "docs" / "results").glob("*.md"))
-                         + [ROOT / "examples" / "cifar10" / "README.md"], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", PAGES + [ROOT / "README.md", ROOT / "examples" / "cifar10" / "README.md"],
+                         ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_and_their_headings(path):
     links = re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)", _FENCE.sub("", path.read_text(encoding="utf-8")))
     for name, heading in links:

@@ -58,9 +58,14 @@ def sync_batch_norm(
       epsilon: float, added to the variance.
       center: whether to add `beta`.
       scale: whether to multiply by `gamma`.
-      beta_initializer, gamma_initializer, moving_mean_initializer, moving_variance_initializer: of the variables.
-      beta_regularizer, gamma_regularizer: functions of a variable that return a loss, or None.
-      beta_constraint, gamma_constraint: functions of a variable's value after an optimizer's step, or None.
+      beta_initializer: initializer of `beta`.
+      gamma_initializer: initializer of `gamma`.
+      moving_mean_initializer: initializer of `moving_mean`.
+      moving_variance_initializer: initializer of `moving_variance`.
+      beta_regularizer: function of `beta` that returns a loss, or None.
+      gamma_regularizer: the same of `gamma`.
+      beta_constraint: function of the value of `beta` after an optimizer's step, or None.
+      gamma_constraint: the same of `gamma`.
       training: bool, scalar bool tensor, or None, see above.
       trainable: whether `gamma` and `beta` are in TRAINABLE_VARIABLES.
       name: str, the variable scope, or an open `tf.VariableScope`; None is "batch_normalization", numbered as tf.layers

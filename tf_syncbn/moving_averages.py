@@ -19,7 +19,7 @@ _LAYERS = "_tf_syncbn_averaged_layers"  # attribute of a graph, a list of (meeti
 class AveragedLayer(NamedTuple):
     """A layer in training mode that has moving averages.
 
-    Fields:
+    Attributes:
       scope: str, the layer's scope.
       variables: dict from names of variables to what they average: "mean", "variance", or "stddev", the root of the variance
         and `epsilon`.

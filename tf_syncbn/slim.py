@@ -46,7 +46,8 @@ def batch_norm(
       data_format: "NHWC", channels along the last axis, or "NCHW", along axis 1; for any rank.
       zero_debias_moving_mean: not supported.
       scope: str, the variable scope; None is "BatchNorm", numbered.
-      renorm, renorm_clipping: see `sync_batch_norm`.
+      renorm: see `sync_batch_norm`.
+      renorm_clipping: see `sync_batch_norm`.
       renorm_decay: the momentum of the variables of renorm.
       adjustment: not supported.
       group_size: see `sync_batch_norm`; not an argument of contrib's.

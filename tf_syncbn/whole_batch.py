@@ -25,7 +25,7 @@ __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 class Normalization(NamedTuple):
     """How a layer normalizes.
 
-    Fields:
+    Attributes:
       axis: int, the channels' axis, not negative.
       epsilon: float, added to the variance.
       group_size: int, moments are shared by groups of so many consecutive towers; None is all towers.

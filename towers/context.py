@@ -18,7 +18,7 @@ _building = threading.local()
 class Span(NamedTuple):
     """Ops of a tower that were made together and stand for one thing.
 
-    Fields:
+    Attributes:
       first, last: int, positions in the graph: the first op's, and that after the last one's.
       key: what they stand for, alike in every tower; None for what may differ.
       inputs: what they were made of, a tuple of structures of tensors.

@@ -96,7 +96,7 @@ def all_gather(tensor, name=None, with_offset=False):
 class Divisor(NamedTuple):
     """What a sum over towers is divided by.
 
-    Fields:
+    Attributes:
       of_all: tensor that broadcasts to the sum, alike in all towers of a group, to which no gradient is wanted; where it is 0 the
         result is 0.
       own: number, this tower's part of it; None where that is not known while the graph is built.

@@ -43,9 +43,8 @@ def compute_gradients(replicas, optimizer, var_list=None, loss=None):
         scalar, or a list over towers of scalars. None is what it returned as its loss.
 
     Returns:
-      A list over towers of lists of (gradient, variable), in the same order of variables:
-      `tower_grads[tower][variable]`. A gradient is a tensor, `tf.IndexedSlices`, or None where the loss of that tower does
-      not depend on the variable.
+      A list over towers of lists of (gradient, variable), in the same order of variables, `tower_grads[tower][variable]`. A
+      gradient is a tensor, `tf.IndexedSlices`, or None where the loss of that tower does not depend on the variable.
 
     Raises:
       TypeError: if `optimizer` is no `tf.train.Optimizer`, or `loss` none of these.

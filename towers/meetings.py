@@ -29,7 +29,7 @@ class Place(NamedTuple):
 class Across(NamedTuple):
     """How an exchange whose towers all get the same meets in two steps, within each worker and then once for each worker.
 
-    Fields:
+    Attributes:
       part: a function of a list over this worker's towers of lists of contributions, that returns the tensor that crosses, of
         one shape in every worker.
       whole: a function of these parts, stacked over workers, that returns the list of tensors that each tower gets.

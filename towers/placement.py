@@ -19,7 +19,11 @@ def find_devices():
     """Returns the devices that towers stand on by default: every local GPU, else the one CPU.
 
     Returns:
-      A list of str, ["/gpu:0", "/gpu:1", ...] or ["/cpu:0"].
+      A list of str, of each local GPU or of the CPU.
+
+    Example:
+
+        towers.find_devices()       # ['/gpu:0', '/gpu:1'], or ['/cpu:0'] where there is no GPU
     """
     # device_lib.list_local_devices() would start a runtime that takes all memory of every GPU.
     gpus = tf.config.experimental.list_physical_devices("GPU")

@@ -13,7 +13,7 @@ __all__ = ["Tower", "Towers"]
 class Tower(NamedTuple):
     """One replica of the model function.
 
-    Fields:
+    Attributes:
       context: `TowerContext`.
       outputs: what the model function returned.
       loss: scalar tensor, or None where the model function returned none.

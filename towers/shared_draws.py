@@ -15,7 +15,7 @@ __all__ = ["StepCopies", "copies_of_steps"]
 class StepCopies(NamedTuple):
     """Copies of steps.
 
-    Fields:
+    Attributes:
       shared: `GraphCopy` of what is to run in each step, or None.
       tensors: list of the tensors among the ends of `shared`, its first ones.
       of_steps: list of `GraphCopy`, of all else of each step.

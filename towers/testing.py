@@ -24,7 +24,7 @@ _RANDOM = re.compile("(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multi
 class Differences(NamedTuple):
     """How far two trainings are apart, and how far they may be.
 
-    Fields:
+    Attributes:
       loss: the largest difference of a loss, relative to the largest loss.
       gradients: the largest difference of a gradient, relative to the model's largest gradient.
       variables: the largest difference of a variable after the last step, relative to the variable, or to the largest

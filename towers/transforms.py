@@ -14,7 +14,7 @@ __all__ = ["Step", "Transform", "begin", "check_finite", "check_transforms", "cl
 class Step(NamedTuple):
     """The training step that a transform is part of.
 
-    Fields:
+    Attributes:
       replicas: `towers.Towers`.
       update_ops: list of operations and tensors that run before gradients are averaged.
     """
@@ -25,7 +25,7 @@ class Step(NamedTuple):
 class Transform(NamedTuple):
     """A transform that does more than to map gradients.
 
-    Fields:
+    Attributes:
       name: str, for messages.
       begin: a function of a `Step`, called before any loss is differentiated. It returns
 
@@ -149,7 +149,8 @@ def clip_by_value(least, most):
     stay 0.
 
     Args:
-      least, most: floats or scalar tensors.
+      least: float or scalar tensor, the least value that is left.
+      most: float or scalar tensor, the greatest.
 
     Returns:
       A function for `towers.minimize`'s `transforms`.

@@ -40,7 +40,7 @@ def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False
       ignore_missing: whether variables that the checkpoint lacks are left out, and listed by `tf.logging.info`.
 
     Returns:
-      A dict {name in the checkpoint: variable}.
+      A dict from names in the checkpoint to variables.
 
     Raises:
       ValueError: if there are no variables; naming the first that the checkpoint lacks, with `ignore_missing` if it lacks all;
@@ -80,7 +80,7 @@ def convert(in_path, out_path, to, scopes=None):
       scopes: see `rename`.
 
     Returns:
-      A dict {name: new name}.
+      A dict from names to new names.
 
     Raises:
       ValueError: where `out_path` is `in_path`, exists, is no name for a checkpoint, or is in no directory; for a checkpoint that

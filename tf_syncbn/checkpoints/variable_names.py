@@ -49,7 +49,7 @@ def rename(names, to, scopes=None):
       scopes: dict {regular expression: replacement}, applied in order by `re.sub` to each scope.
 
     Returns:
-      A dict {name: new name}. Names of no known kind keep all but their scope.
+      A dict from names to new names. Names of no known kind keep all but their scope.
 
     Raises:
       ValueError: for another dialect, two names that become one, or a pattern that matches no scope.

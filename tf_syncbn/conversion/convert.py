@@ -38,7 +38,7 @@ _CROSSING = ("convert_model: %s computes something of all examples of a tower to
 class ConvertedLayer(NamedTuple):
     """A batch norm that was found in a model.
 
-    Fields:
+    Attributes:
       scope: str, the name scope of its ops in the tower.
       shape: `tf.TensorShape` of its input.
       kind: str, what the model had made it of: "fused", "fused in tf.cond", "moments"; "squares", where its variance is

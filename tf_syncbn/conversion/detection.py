@@ -28,7 +28,7 @@ _IN_CONTROL_FLOW = ("its moments are computed inside a tf.cond or tf.while_loop,
 class Found(NamedTuple):
     """What `find_batch_norms` found.
 
-    Fields:
+    Attributes:
       batch_norms: list of `BatchNorm`, in the order of the ops.
       suspects: list of the square root ops that divide by a standard deviation over examples and belong to none of them.
       of_variables: list of `BatchNorm`, what would be one but depends on variables alone, as standardized weights do.

@@ -11,7 +11,7 @@ __all__ = ["Factor", "Known", "along_first", "divide", "join", "level", "multipl
 class Factor(NamedTuple):
     """A factor of the size of an axis.
 
-    Fields:
+    Attributes:
       size: int, or what stands for an unknown one wherever it occurs: a pair (name of a tensor, axis).
       of_examples: 2 if examples are known to lie along it, 1 if that is presumed, 0 if not.
     """
@@ -22,7 +22,7 @@ class Factor(NamedTuple):
 class Known(NamedTuple):
     """What is known of a tensor.
 
-    Fields:
+    Attributes:
       axes: tuple of tuples of `Factor`; None where the rank is unknown. Of a TensorArray's flow, or a list of tensors: those
         of all elements, stacked.
       sizes: what a scalar or a vector of sizes holds, a tuple with the factors of each, or None for an unknown one; None for

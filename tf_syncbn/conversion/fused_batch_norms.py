@@ -14,7 +14,7 @@ _MOVED = ("Switch", "RefSwitch")
 class BatchNorm(NamedTuple):
     """A batch norm in training mode.
 
-    Fields:
+    Attributes:
       kind: "fused", "fused in tf.cond", "moments", "squares" or "sums".
       op: the fused op, the one that computes the variance, or of "squares" and "sums" the root.
       x: tensor, what is normalized.

@@ -18,7 +18,7 @@ __all__ = ["Examined", "Layout"]
 class Examined(NamedTuple):
     """Ops of a model, and what is known of them.
 
-    Fields:
+    Attributes:
       order: dict from the operations to their places among them.
       layout: `Layout`, where examples lie.
       of_data: set of those that depend on data.

@@ -24,7 +24,7 @@ _OF_EACH = SAME_VALUE + ("Sub", "SquaredDifference", "Square", "Mul", "Pow", "Ab
 class Statistics(NamedTuple):
     """What a root has of the examples.
 
-    Fields:
+    Attributes:
       sums: set of the ops that take sums or means over examples.
       counts: dict, where numbers of examples go in, see `tf_syncbn.conversion.counts`.
       are_all: whether there is nothing else: no example by itself, no maximum, no sum over a part of the batch.

@@ -16,7 +16,7 @@ __all__ = ["Squares", "find_squares"]
 class Squares(NamedTuple):
     """A variance that a model computes of the mean of squares.
 
-    Fields:
+    Attributes:
       op: operation, the difference.
       x: tensor, what the variance is of.
       kept: tuple of int, the axes that have variances of their own.

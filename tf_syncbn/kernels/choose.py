@@ -17,7 +17,7 @@ __all__ = ["Layer", "Machine", "STRATEGIES", "Strategy", "choose"]
 class Layer(NamedTuple):
     """What of a layer decides on its kernels.
 
-    Fields:
+    Attributes:
       shape: `tf.TensorShape` of its input, of known rank.
       dtype: `tf.DType` of its input.
       axis: int, the channels' axis, not negative.
@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 class Machine(NamedTuple):
     """What of the machine decides.
 
-    Fields:
+    Attributes:
       kind: "CPU", "GPU", or None where the device is not known.
       generation: 1 or 2, TensorFlow's.
       onednn: whether TensorFlow puts oneDNN's kernels in the place of its own on CPUs.
@@ -50,7 +50,7 @@ class Machine(NamedTuple):
 class Strategy(NamedTuple):
     """Kernels, and when they fit.
 
-    Fields:
+    Attributes:
       name: str.
       fits: a function of a `Layer` and a `Machine` that returns a bool.
       kernels: a module with the functions `local_moments`, `normalize`, `gradient_sums` and `input_gradient`.

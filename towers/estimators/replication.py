@@ -61,7 +61,10 @@ def replicate_model_fn(model_fn, loss_reduction=tf.losses.Reduction.SUM_BY_NONZE
       convert: a function of a model function that returns another, `tf_syncbn.convert_model` say, or None.
       weight: a function of a tower's features and labels that returns what its loss is a mean over, where that is not all its
         examples: the number of valid ones. None is the number of examples.
-      alike, aggregation_device, variable_placement, num_towers: as for `towers.TowerBuilder` and its `build`.
+      alike: as for `towers.TowerBuilder.build`.
+      aggregation_device: as for `towers.TowerBuilder`.
+      variable_placement: as for `towers.TowerBuilder`.
+      num_towers: as for `towers.TowerBuilder`.
 
     Returns:
       A function of `features, labels, mode, params, config` that returns a `tf.estimator.EstimatorSpec`. It raises, beside what

@@ -21,7 +21,7 @@ __all__ = ["Asked", "TowerOptimizer"]
 class Pass(NamedTuple):
     """A loss that was to be differentiated.
 
-    Fields:
+    Attributes:
       optimizer: `tf.train.Optimizer`.
       loss: scalar tensor.
       variables: list of variables.
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 class Step(NamedTuple):
     """Gradients that were to be applied.
 
-    Fields:
+    Attributes:
       optimizer: `tf.train.Optimizer`.
       passes: list of int, the numbers of the passes that the gradients come of.
       gradients: list of (gradient, variable); None where `minimize` was called.

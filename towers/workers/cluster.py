@@ -18,7 +18,7 @@ _BESIDE = ("evaluator", "ps")
 class Cluster(NamedTuple):
     """The workers that train together.
 
-    Fields:
+    Attributes:
       addresses: tuple of str, "host:port" of each worker, in the order of their ranks.
       rank: int, this process's number among them.
       is_evaluator: whether this process is none of them and evaluates; it is then alone.
