@@ -5,15 +5,18 @@ RUN := $(VENV)/bin/python
 LANES ?= tf1 tf2-keras2 tf2
 # Test processes at a time: TensorFlow builds graphs in Python, on one core each.
 TEST_PROCESSES ?= 2
+# Tests that share what takes long to make run in one of them.
+IN_PROCESSES = -n $(TEST_PROCESSES) --dist loadgroup
 TRAIN_DIR ?= runs/generated
 WORKERS_DIR ?= runs/generated-workers
 BENCH_DIR ?= runs/benchmarks
 COMPARE_DIR ?= runs/compare-generated
+SEGMENTATION_DIR ?= runs/generated-segmentation
 # With pyenv, the Pythons of all lanes have to be made visible.
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train train-workers compare same-bits bench docs test test-graph test-all lint clean
+.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-graph test-all lint clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
@@ -22,6 +25,11 @@ train: $(VENV)/ready
 train-workers: $(VENV)/ready
 	$(RUN) -m towers.launch -n 2 --restarts 3 -m examples.cifar10.train --num-towers 1 --depth 14 --batch-size 64 \
 		--epochs 6 --train-dir $(WORKERS_DIR)
+
+# A small segmentation network on scenes made on the spot, two images a tower.
+train-segmentation: $(VENV)/ready
+	$(RUN) -m examples.segmentation.train --num-towers 2 --batch-size 4 --width 8 --crop 40 56 --epochs 20 \
+		--train-dir $(SEGMENTATION_DIR)
 
 # One batch as one tower, as synced towers and as unsynced ones, on images made on the spot: a table and a picture.
 compare: $(VENV)/ready
@@ -42,15 +50,15 @@ docs: $(VENV)/docs
 	@echo "To read it: $(RUN) -m http.server --directory build/docs"
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -n $(TEST_PROCESSES)
+	$(RUN) -m pytest $(IN_PROCESSES)
 
 # The library once more under TensorFlow 2's resource variables and control flow.
 test-graph: $(VENV)/ready
-	TOWERS_TEST_BEHAVIOUR=graph $(RUN) -m pytest -n $(TEST_PROCESSES) tests --ignore=tests/examples
+	TOWERS_TEST_BEHAVIOUR=graph $(RUN) -m pytest $(IN_PROCESSES) tests --ignore=tests/examples
 
 # Every lane whose Python this machine has; nox says which it left out.
 test-all: $(VENV)/nox
-	$(WITH_ALL_PYTHONS) $(VENV)/bin/nox -s $(LANES) -- -n $(TEST_PROCESSES)
+	$(WITH_ALL_PYTHONS) $(VENV)/bin/nox -s $(LANES) -- $(IN_PROCESSES)
 
 lint: $(VENV)/ready
 	$(RUN) -m flake8

@@ -156,7 +156,7 @@ def headings_of(path):
             for heading in re.findall(r"^#+ (.+)$", _FENCE.sub("", path.read_text(encoding="utf-8")), re.M)}
 
 
-@pytest.mark.parametrize("path", PAGES + [ROOT / "README.md", ROOT / "examples" / "cifar10" / "README.md"],
+@pytest.mark.parametrize("path", PAGES + [ROOT / "README.md"] + sorted((ROOT / "examples").rglob("README.md")),
                          ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files_and_their_headings(path):
     links = re.findall(r"\]\((?!\w+:)([^)#]*)(?:#([^)]*))?\)", _FENCE.sub("", path.read_text(encoding="utf-8")))

@@ -82,6 +82,13 @@ def test_towers_know_nothing_of_batch_norm_and_examples_use_the_front_doors():
         assert not [m for m in imports(path) if m.startswith(("towers.", "tf_syncbn."))], path
 
 
+def test_examples_share_a_room_that_knows_none_of_them():
+    for path in (ROOT / "examples").rglob("*.py"):
+        of = path.relative_to(ROOT / "examples").parts[0]
+        rooms = {module.split(".")[1] for module in imports(path) if module.startswith("examples.")}
+        assert rooms <= {"training", of}, path
+
+
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast", "contextlib", "copy", "ctypes",

@@ -15,6 +15,7 @@ from tests.processes import cluster, run_workers, started
 from tests.support import cpus, session, train_by, train_plainly
 
 
+pytestmark = pytest.mark.xdist_group("workers")  # they share trainings
 once = pytest.mark.skipif(BEHAVIOUR == "graph", reason="no behaviour of TensorFlow has a part in it")
 
 

@@ -17,7 +17,7 @@ __all__ = ["assemble", "pages", "relink"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Pages that stand outside of docs/ -> their names in the site.
 _OUTSIDE = {"README.md": "index.md", "CHANGELOG.md": "changes.md", "CONTRIBUTING.md": "contributing.md",
-            "examples/cifar10/README.md": "cifar10.md"}
+            "examples/cifar10/README.md": "cifar10.md", "examples/segmentation/README.md": "segmentation.md"}
 _BESIDES = (".png", ".svg", ".css")
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 # A fence, an indented block, or code in a line that is not the text of a link.

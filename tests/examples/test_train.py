@@ -24,6 +24,7 @@ from examples.training.schedule import learning_rate
 from tests.support import build
 from towers.testing import assert_equals_one_batch
 
+pytestmark = pytest.mark.xdist_group("train")  # they share trainings
 ROOT = str(Path(__file__).parent.parent.parent)
 SMALL = ["--depth", "8", "--batch-size", "16"]
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -17,6 +17,7 @@ from examples.cifar10 import data, train
 from examples.training.order import rows_of_part
 from towers.launch import free_ports
 
+pytestmark = pytest.mark.xdist_group("train_workers")  # they share trainings
 ROOT = str(Path(__file__).parent.parent.parent)
 LAUNCH = [ROOT + "/towers/launch.py", "-n", "2"]  # as a file: it imports no TensorFlow
 STEPS = ["-m", "tests.examples.steps_of_training"]
