@@ -22,10 +22,11 @@ SIZES = {2: [3, 5], 3: [1, 4, 3]}
 
 needs_contrib = pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
 needs_keras_2 = pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no Keras 2")
-# They take minutes, and what is found in them does not depend on the rest.
-in_one_lane_each = pytest.mark.skipif(
+# They take minutes, and what is found in them does not depend on the rest: slim's run on 1.15, Keras' on 2.15.
+once = pytest.mark.skipif(
     not tf.__version__.startswith(("1.15", "2.15")) or os.environ.get("TOWERS_TEST_BEHAVIOUR") == "graph",
-    reason="whole models run once on TensorFlow 1.15 and once on 2.15")
+    reason="whole models run on TensorFlow 1.15 or on 2.15")
+on_keras_2 = pytest.mark.skipif(IS_TF1, reason="Keras' models run on TensorFlow 2.15")
 
 
 def batch_of(pixels, dtype):
@@ -116,20 +117,21 @@ def keras_dtype():
 
 
 @needs_contrib
-@in_one_lane_each
+@once
 def test_slim_resnet_50_trains_as_one_tower_does():
     layers = assert_converted_trains_as_one(slim_resnet, batch_of(32, np.float32), 2, "fused")
     assert len(layers) == 53 and layers[-1].scope == "resnet_v1_50/block4/unit_3/bottleneck_v1/conv3/BatchNorm"
 
 
 @needs_contrib
-@in_one_lane_each
+@once
 def test_slim_inception_v3_trains_as_one_tower_does():
     assert len(assert_converted_trains_as_one(slim_inception, batch_of(107, np.float32), 3, "fused")) == 96
 
 
 @needs_keras_2
-@in_one_lane_each
+@on_keras_2
+@once
 @pytest.mark.parametrize("name, count, num_towers", [("ResNet50", 53, 3), ("MobileNetV2", 52, 2), ("EfficientNetB0", 49, 3)])
 def test_keras_applications_train_as_one_tower_does(name, count, num_towers, keras_dtype):
     if not hasattr(tf.keras.applications, name):
@@ -141,7 +143,7 @@ def test_keras_applications_train_as_one_tower_does(name, count, num_towers, ker
 
 
 @needs_keras_2
-@in_one_lane_each
+@once
 def test_fused_layers_of_a_keras_application_train_as_one_tower_does_and_unconverted_ones_do_not():
     model_fn, batch = keras_model("MobileNetV2", 32), batch_of(32, np.float32)
     assert_converted_trains_as_one(model_fn, batch, 2, "fused")
@@ -150,7 +152,7 @@ def test_fused_layers_of_a_keras_application_train_as_one_tower_does_and_unconve
 
 
 @needs_keras_2
-@in_one_lane_each
+@once
 @pytest.mark.parametrize("num_towers", [2, 3])
 @pytest.mark.parametrize("dtype, kind", [(np.float32, "fused"), (np.float64, "moments")])
 def test_a_resnet_of_tf_layers_trains_as_one_tower_does(num_towers, dtype, kind):
