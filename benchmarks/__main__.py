@@ -15,7 +15,7 @@ import sys
 # process and a hundred in the next, whatever is timed.
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 32), "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
 
-BENCHMARKS = ("layer", "train_step", "conversion", "graph", "repeat", "memory", "pipeline", "workers")
+BENCHMARKS = ("layer", "train_step", "conversion", "graph", "repeat", "memory", "pipeline", "workers", "gpu")
 
 
 def main(argv=None):

@@ -1,6 +1,7 @@
 """What the benchmarks' command lines have in common, and parts of a benchmark that need a process of their own."""
 import argparse
 import json
+import os
 import subprocess
 import sys
 
@@ -41,7 +42,7 @@ def parse(description, argv, rounds, add_arguments=None):
     return settings
 
 
-def in_fresh_process(module, child, settings, arguments=(), quiet=False):
+def in_fresh_process(module, child, settings, arguments=(), quiet=False, environment=None):
     """Runs a benchmark's module with `--child`, and returns what it prints, JSON on its last line.
 
     Args:
@@ -50,13 +51,15 @@ def in_fresh_process(module, child, settings, arguments=(), quiet=False):
       settings: what `parse` returned.
       arguments: list of str, the benchmark's own arguments.
       quiet: whether what the process writes to stderr is shown only if it fails.
+      environment: dict of str, of what its environment has beside this one's.
 
     Raises:
       RuntimeError: if the process fails.
     """
     command = [sys.executable, "-m", module, "--child", child, "--rounds", str(settings.rounds)] + list(arguments)
     command += ["--v1-behaviour"] if settings.v1_behaviour else []
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None,
+                          env=dict(os.environ, **(environment or {})))
     if done.returncode:
         raise RuntimeError("%s failed.\n%s" % (" ".join(command), (done.stderr or b"").decode()))
     return json.loads(done.stdout.decode().strip().split("\n")[-1])

@@ -20,14 +20,14 @@ from benchmarks.interleave import geometric_mean, paired_ratio, spread, take_tur
 from benchmarks.saved import num_bytes, tensors_saved_for_backward
 from benchmarks.unsynced import EPSILON, MOMENTUM, fused_batch_norm, fused_kernel_runs, plain_batch_norm
 
-__all__ = ["main"]
+__all__ = ["Case", "build_layer", "main"]
 
 _DEVICES = ["/cpu:0", "/cpu:1"]
 _PASSES, _LARGE_BYTES = 8, 1e6
 _COPY_BYTES, _COPIES = 1 << 28, 5
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """The activation of one tower."""
     shape: tuple
     dtype: tf.DType = tf.float32
@@ -49,8 +49,8 @@ class _Case(NamedTuple):
 _SHAPES = [(16, 4, 4, 64), (16, 8, 8, 64), (16, 16, 16, 32), (16, 32, 32, 16), (64, 8, 8, 64), (16, 32, 32, 64),
            (8, 28, 28, 256), (16, 14, 14, 512), (8, 56, 56, 64), (32, 32, 32, 64), (2, 33, 33, 1024), (4, 112, 112, 64),
            (8, 64, 64, 128)]
-_CASES = ([_Case(shape) for shape in _SHAPES] + [_Case((8, 64, 56, 56), axis=1)] +
-          [_Case(shape, dtype) for dtype in (tf.float16, tf.bfloat16, tf.float64)
+_CASES = ([Case(shape) for shape in _SHAPES] + [Case((8, 64, 56, 56), axis=1)] +
+          [Case(shape, dtype) for dtype in (tf.float16, tf.bfloat16, tf.float64)
            for shape in ((16, 8, 8, 64), (16, 32, 32, 64), (8, 28, 28, 256), (8, 56, 56, 64), (4, 112, 112, 64))])
 
 
@@ -68,8 +68,8 @@ def _measure(case, rounds, copy):
     fused = fused_kernel_runs(case.dtype, case.axis)
     unsynced = fused_batch_norm if fused else plain_batch_norm
     with tf.Graph().as_default():
-        batch = [_inputs(case, i, device) for i, device in enumerate(_DEVICES)]
-        built = {"synced": _build("synced", _synced, case, batch), "unsynced": _build("unsynced", unsynced, case, batch)}
+        built = {name: build_layer(name, batch_norm, case, _DEVICES)
+                 for name, batch_norm in (("synced", _synced), ("unsynced", unsynced))}
         with tf.Session(config=towers.session_config(_DEVICES)) as session:
             session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
             runs = {name + " forward": session.make_callable(layer.forward) for name, layer in built.items()}
@@ -115,8 +115,21 @@ class _Layer(NamedTuple):
     saved: list
 
 
-def _build(scope, batch_norm, case, batch):
+def build_layer(scope, batch_norm, case, devices):
+    """Builds one layer on towers, their inputs in variables of their devices.
+
+    Args:
+      scope: str, of the layer's variables.
+      batch_norm: function of x, a name and an axis.
+      case: `Case`.
+      devices: list of str.
+
+    Returns:
+      `_Layer`.
+    """
     backward_ops = []
+    with tf.variable_scope("inputs", reuse=tf.AUTO_REUSE):
+        batch = [_inputs(case, i, device) for i, device in enumerate(devices)]
 
     def model(x, dy):
         y = batch_norm(x, "bn", case.axis)
@@ -127,7 +140,7 @@ def _build(scope, batch_norm, case, batch):
         return {"forward": _sink([y]), "backward": _sink(gradients)}
 
     with tf.variable_scope(scope):
-        replicas = towers.TowerBuilder(_DEVICES).build(model, towers.PerTower(batch))
+        replicas = towers.TowerBuilder(devices).build(model, towers.PerTower(batch))
     updates = [getattr(update, "op", update) for update in towers.collect_update_ops(replicas, "first")]
     parts = {part: [tensor.op for tower in replicas for tensor in tower.outputs[part]] for part in ("forward", "backward")}
     saved = tensors_saved_for_backward(backward_ops, [x for x, _ in batch], [dy for _, dy in batch])

@@ -3,6 +3,7 @@
 He, Zhang, Ren and Sun, "Deep Residual Learning for Image Recognition" (2015). Section 4.2, for 32 x 32 images: depth 6n + 2,
 three stages of n blocks with 16, 32 and 64 channels, shortcuts without parameters. Table 1: ResNet-50, of bottlenecks.
 """
+import functools
 from typing import Callable, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -66,53 +67,66 @@ def model_fn(layers, depth=20):
     return loss
 
 
-def resnet_50(layers):
-    """Returns a model function as `model_fn`, of a ResNet-50 for images of any size, of layers on plain tensors."""
+def resnet_50(layers, axis=3, dtype=tf.float32):
+    """Returns a model function as `model_fn`, of a ResNet-50 for images of any size, of layers on plain tensors.
+
+    Args:
+      layers: `Layers` on tensors whose channels lie along `axis`.
+      axis: int, 3 or 1, which a CPU has no convolutions for.
+      dtype: tf.float32 or tf.float16, of what is computed; variables and the loss are float32.
+    """
     def norm_relu(x, name):
         return tf.nn.relu(layers.batch_norm(x, name))
 
     def bottleneck(x, channels, stride, name):
         shortcut = x
-        if x.shape.as_list()[-1] != 4 * channels:
+        if x.shape.as_list()[axis] != 4 * channels:
             shortcut = layers.batch_norm(layers.conv(x, 4 * channels, stride, name + "conv0", size=1), name + "bn0")
         x = norm_relu(layers.conv(x, channels, 1, name + "conv1", size=1), name + "bn1")
         x = norm_relu(layers.conv(x, channels, stride, name + "conv2"), name + "bn2")
         return tf.nn.relu(layers.batch_norm(layers.conv(x, 4 * channels, 1, name + "conv3", size=1), name + "bn3") + shortcut)
 
     def loss(images, labels):
+        images = tf.cast(images if axis == 3 else tf.transpose(images, [0, 3, 1, 2]), dtype)
         x = norm_relu(layers.conv(images, 64, 2, "first", size=7), "first_bn")
-        x = tf.nn.max_pool2d(x, 3, 2, "SAME")
+        x = tf.nn.max_pool2d(x, 3, 2, "SAME", _layout(axis))
         for stage, blocks in enumerate((3, 4, 6, 3)):
             for block in range(blocks):
                 x = bottleneck(x, 64 << stage, 2 if stage and not block else 1, "stage%d_block%d/" % (stage, block))
-        logits = layers.dense(_mean_over_positions(x), NUM_CLASSES, "dense")
-        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
+        x = tf.cast(tf.reduce_mean(x, [1, 2] if axis == 3 else [2, 3]), tf.float32)
+        return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+            labels=labels, logits=layers.dense(x, NUM_CLASSES, "dense")))
     return loss
 
 
-def synced_layers():
-    """Returns plain layers on tensors, with `tf_syncbn.sync_batch_norm`."""
-    return Layers(_each, _conv, _synced, _dense)
+def synced_layers(axis=3):
+    """Returns plain layers on tensors whose channels lie along an axis, 3 or 1, with `tf_syncbn.sync_batch_norm`."""
+    return Layers(_each, functools.partial(_conv, axis=axis), functools.partial(_synced, axis=axis), _dense)
 
 
-def fused_layers():
-    """Returns plain layers on tensors, with the fused op, of each tower alone."""
-    return Layers(_each, _conv, fused_batch_norm, _dense)
+def fused_layers(axis=3):
+    """Returns such layers with the fused op, of each tower alone."""
+    return Layers(_each, functools.partial(_conv, axis=axis), functools.partial(fused_batch_norm, axis=axis), _dense)
 
 
-def _synced(x, name):
-    return tf_syncbn.sync_batch_norm(x, momentum=MOMENTUM, epsilon=EPSILON, name=name)
+def _synced(x, name, axis=3):
+    return tf_syncbn.sync_batch_norm(x, axis, MOMENTUM, EPSILON, name=name)
+
+
+def _layout(axis):
+    return "NHWC" if axis == 3 else "NCHW"
 
 
 def _each(function, *xs):
     return function(*xs)
 
 
-def _conv(x, channels, stride, name, size=3):
+def _conv(x, channels, stride, name, size=3, axis=3):
     with tf.variable_scope(name):
-        kernel = tf.get_variable("kernel", [size, size, x.shape.as_list()[-1], channels],
+        kernel = tf.get_variable("kernel", [size, size, x.shape.as_list()[axis], channels],
                                  initializer=tf.variance_scaling_initializer(2.0, "fan_out"))
-        return tf.nn.conv2d(x, kernel, strides=[1, stride, stride, 1], padding="SAME")
+        strides = [1 if i in (0, axis) else stride for i in range(4)]
+        return tf.nn.conv2d(x, tf.cast(kernel, x.dtype), strides=strides, padding="SAME", data_format=_layout(axis))
 
 
 def _dense(x, units, name):

@@ -184,8 +184,25 @@ def _workers(several):
     return figure
 
 
+def _gpu(several):
+    figure, axes = plt.subplots(figsize=(10, 5))
+    names = [row["name"] for row in several[0]["rows"][0]["steps"] + several[0]["rows"][0]["layers"]]
+    for i, result in enumerate(several):
+        rows = result["rows"][0]["steps"] + result["rows"][0]["layers"]
+        medians, errors = _error_bars([row["ratio"] for row in rows])
+        y = np.arange(len(rows)) + 0.2 * (i - (len(several) - 1) / 2.0)
+        axes.errorbar(medians, y, xerr=errors, fmt="o", markersize=4, capsize=2, label=_lane(result))
+    axes.axvline(1, color="0.4", linewidth=1)
+    axes.set(xlabel="synced / unsynced (quartiles)", yticks=range(len(names)), yticklabels=names)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="lower center", ncol=4, fontsize=8)
+    return figure
+
+
 _DRAWN_BY = {"layer": _layer, "train_step": _train_step, "conversion": _train_step, "graph": _graph, "repeat": _repeat,
-             "memory": _memory, "pipeline": _pipeline, "workers": _workers}
+             "memory": _memory, "pipeline": _pipeline, "workers": _workers,
+             "gpu": _gpu}
 _TITLES = {
     "layer": "sync_batch_norm on %(towers)d CPU towers",
     "train_step": "Training steps of %(network)s, %(batch_of_a_tower)d images a tower,",
@@ -195,4 +212,5 @@ _TITLES = {
     "memory": "%(network)s on 2 towers, %(batch_of_a_tower)d images each,",
     "pipeline": "Training steps of %(network)s, %(batch)d images, with and without their input,",
     "workers": "Training steps of %(network)s, %(batch)d images over workers on loopback,",
+    "gpu": "%(network)s, %(batch_of_a_tower)d images of %(image_size)d pixels a tower, and single layers, on %(towers)d towers,",
 }

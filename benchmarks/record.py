@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import platform
+import shutil
+import subprocess
 import sys
 
 import numpy as np
@@ -63,6 +65,7 @@ def _environment():
         "command": "python -m " + " ".join([module.name if module else sys.argv[0]] + sys.argv[1:]),
         "cpu": _proc_entry("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": num_cores(),
+        "gpus": _gpus(),
         "memory_gib": round(int((_proc_entry("/proc/meminfo", "MemTotal") or "0 kB").split()[0]) / 2.0 ** 20, 1),
         "python": platform.python_version(),
         "tensorflow": tf.__version__,
@@ -71,6 +74,14 @@ def _environment():
         "v2_behaviour": v2_behaviour,
         "malloc": {name: value for name, value in sorted(os.environ.items()) if name.startswith("MALLOC_")},
     }
+
+
+def _gpus():
+    """Returns the names of the machine's GPUs and the version of their driver, a list of str."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], stdout=subprocess.PIPE)
+    return done.stdout.decode().strip().split("\n") if done.returncode == 0 else []
 
 
 def _proc_entry(path, key):

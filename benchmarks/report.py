@@ -197,6 +197,22 @@ def _workers(result):
     return text if result["settings"]["horovod"] else text + " Horovod is left out: this Python has no horovodrun."
 
 
+def _gpu(result):
+    row, = result["rows"]
+    table = _table(["on %d towers of %s" % (result["settings"]["towers"], ", ".join(sorted(set(result["settings"]["devices"])))),
+                    "ms synced", "unsynced", "synced / unsynced"],
+                   [[each["name"], _spread(each["milliseconds"]["synced"]), _spread(each["milliseconds"]["unsynced"]),
+                     _spread(each["ratio"])] for each in row["steps"] + row["layers"]])
+    exact = row["exact"]
+    lines = ["A variance at a mean of 1e4 deviations, %.1f million numbers: off by %s." % (
+        each["numbers"] / 1e6, ", ".join("%.1e (%s tower%s)" % (error, count, "s" * (int(count) > 1))
+                                         for count, error in each["error"].items())) for each in exact["variance"]]
+    lines.append("From one tower on the whole batch: %s." % ", ".join(
+        "%s %.1e, by rounding up to %.1e" % (name, each["difference"], each["allowed"]) for name, each in exact["law"].items()))
+    lines.append("Two processes with TF_DETERMINISTIC_OPS=1 have %s bits." % ("the same" if exact["bits"]["same"] else "OTHER"))
+    return table + "\n\n" + "\n".join("- " + line for line in lines)
+
+
 _TABLES = {
     "layer": ("one layer on 2 CPU towers, synced / unsynced", _layer),
     "train_step": ("ResNet-20, a training step", _train_step),
@@ -206,6 +222,7 @@ _TABLES = {
     "memory": ("ResNet-20, peak memory of 2 towers", _memory),
     "pipeline": ("ResNet-20, a training step with its input", _pipeline),
     "workers": ("a training step over workers on loopback", _workers),
+    "gpu": ("ResNet-50 and single layers on GPUs", _gpu),
 }
 
 if __name__ == "__main__":

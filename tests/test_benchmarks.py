@@ -1,4 +1,5 @@
 """The benchmarks' own arithmetic, and that every variant that is timed trains the very same network."""
+import argparse
 import json
 import re
 from pathlib import Path
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from benchmarks import conversion, graph, law, layer, memory, networks, pictures, pipeline, repeat, report, variants, workers
+import towers
+from benchmarks import conversion, gpu, graph, law, layer, memory, networks, pictures, pipeline, repeat, report, variants, workers
 from benchmarks.__main__ import BENCHMARKS as benchmarks
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
@@ -76,7 +78,7 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
     (pipeline, ["--batch-size", "4", "--towers", "2", "--steps", "1"]),
     (workers, ["--workers", "1", "--depth", "8", "--batch-size", "2", "--steps", "1"])])
 def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, capsys, monkeypatch, module, arguments):
-    monkeypatch.setattr(layer, "_CASES", [layer._Case((16, 32, 32, 64))])
+    monkeypatch.setattr(layer, "_CASES", [layer.Case((16, 32, 32, 64))])
     monkeypatch.setattr(pipeline, "_DEPTH", 8)
     monkeypatch.setattr(memory, "in_fresh_process", lambda *_, **__: {"peak": 2 << 20, "growth": 1 << 20})
     monkeypatch.setattr(conversion, "resnet_50", lambda layers: networks.model_fn(layers, 8))
@@ -84,6 +86,35 @@ def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, caps
     out = capsys.readouterr().out
     assert re.search(r"^\|-+\|", out, re.M) and re.search(r"^\| .* \d\.\d+ \(\d", out, re.M), out
     assert out.endswith("\nwrote %s\n" % path)
+
+
+def test_benchmark_of_gpus_runs_on_any_devices_and_is_left_out_without(tmp_path, capsys, monkeypatch):
+    if not [device for device in towers.find_devices() if "gpu" in device]:
+        assert gpu.main(["--out", str(tmp_path)]) is None and "gpu is left out" in capsys.readouterr().out
+    monkeypatch.setattr(gpu, "_LAYERS", [gpu._Layer((2, 8, 8, 16), 1.5)])
+    monkeypatch.setattr(gpu, "_SIZES", [(4, 8, 8, 16)])
+    monkeypatch.setattr(gpu, "_MEAN", 10.0)  # the fused op on a CPU loses digits of larger ones
+    monkeypatch.setattr(networks, "resnet_50", lambda layers, axis, dtype: networks.model_fn(layers, 8))
+    monkeypatch.setattr(gpu, "in_fresh_process", lambda *_, **__: "0")
+    path = gpu.main(["--devices", "/cpu:0", "--batch-size", "2", "--image-size", "32", "--axes", "3", "--rounds", "1", "--out",
+                     str(tmp_path)])
+    assert re.search(r"ResNet-50, float32, channels last +\| \d", capsys.readouterr().out)
+    with open(str(path)) as file:
+        row, = json.load(file)["rows"]
+    assert len(row["steps"]) == 2 and row["exact"]["bits"]["same"] and row["exact"]["variance"][0]["numbers"] == 4 * 8 * 8 * 16
+    assert set(row["exact"]["variance"][0]["error"]) == {"1", "2"}
+    assert max(row["exact"]["variance"][0]["error"].values()) < 1e-4
+    report.main([str(tmp_path)])
+    assert (tmp_path / "gpu.png").exists()
+
+
+def test_training_for_bits_has_the_same_digest_again_and_another_one_of_other_images(monkeypatch):
+    settings = argparse.Namespace(batch_size=2, image_size=32)
+    monkeypatch.setattr(networks, "resnet_50", lambda layers: networks.model_fn(layers, 8))
+    digests = [gpu._digest(["/cpu:0", "/cpu:0"], settings) for _ in range(2)]
+    assert digests[0] == digests[1]
+    monkeypatch.setattr(variants, "make_batch", lambda *args, made=variants.make_batch, **kwargs: made(*args, 1, **kwargs))
+    assert gpu._digest(["/cpu:0", "/cpu:0"], settings) != digests[0]
 
 
 def test_every_benchmark_has_a_table_and_a_picture():
