@@ -152,6 +152,7 @@ def test_absence_of_tensorflow_is_one_clear_sentence(module):
 def test_version_is_one_number():
     assert towers.__version__.count(".") == 2
     assert "towers.version.__version__" in (ROOT / "setup.cfg").read_text()
+    assert "\nversion: %s\n" % towers.__version__ in (ROOT / "CITATION.cff").read_text()
 
 
 def test_no_file_outside_the_clone_is_named():
