@@ -69,7 +69,7 @@ types: $(VENV)/types
 
 # The wheel and the source archive in dist/, their metadata and what they hold.
 package: $(VENV)/package
-	rm -rf dist build/lib
+	rm -rf dist
 	$(RUN) -m build --outdir dist .
 	$(VENV)/bin/twine check --strict dist/*
 	$(RUN) .ci/check_package.py dist
@@ -83,23 +83,11 @@ $(VENV)/ready: setup.cfg
 	$(RUN) -m pip install --quiet --editable ".[tensorflow,examples,test]"
 	touch $@
 
-# Docstrings are read and not imported, so the site needs no TensorFlow.
-$(VENV)/docs: setup.cfg
+# What reads the packages and does not import them needs no TensorFlow.
+$(VENV)/docs $(VENV)/types $(VENV)/package: $(VENV)/%: setup.cfg
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[docs]"
-	touch $@
-
-$(VENV)/types: setup.cfg
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[types]"
-	touch $@
-
-$(VENV)/package: setup.cfg
-	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[package]"
+	$(RUN) -m pip install --quiet --editable ".[$*]"
 	touch $@
 
 $(VENV)/nox: $(VENV)/ready
