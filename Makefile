@@ -75,7 +75,7 @@ package: $(VENV)/package
 	$(RUN) .ci/check_package.py dist
 
 clean:
-	rm -rf $(VENV) .nox build dist *.egg-info
+	rm -rf $(VENV) .nox .mypy_cache build dist *.egg-info
 
 $(VENV)/ready: setup.cfg
 	$(PYTHON) -m venv $(VENV)
