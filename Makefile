@@ -16,7 +16,7 @@ SEGMENTATION_DIR ?= runs/generated-segmentation
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-graph test-all lint clean
+.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-graph test-all lint types package clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
@@ -63,8 +63,19 @@ test-all: $(VENV)/nox
 lint: $(VENV)/ready
 	$(RUN) -m flake8
 
+# Signatures and how they are kept, by mypy; TensorFlow, which has few types, is not looked at.
+types: $(VENV)/types
+	$(VENV)/bin/mypy
+
+# The wheel and the source archive in dist/, their metadata and what they hold.
+package: $(VENV)/package
+	rm -rf dist
+	$(RUN) -m build --outdir dist .
+	$(VENV)/bin/twine check --strict dist/*
+	$(RUN) .ci/check_package.py dist
+
 clean:
-	rm -rf $(VENV) .nox build dist *.egg-info
+	rm -rf $(VENV) .nox .mypy_cache build dist *.egg-info
 
 $(VENV)/ready: setup.cfg
 	$(PYTHON) -m venv $(VENV)
@@ -72,11 +83,11 @@ $(VENV)/ready: setup.cfg
 	$(RUN) -m pip install --quiet --editable ".[tensorflow,examples,test]"
 	touch $@
 
-# Docstrings are read and not imported, so the site needs no TensorFlow.
-$(VENV)/docs: setup.cfg
+# What reads the packages and does not import them needs no TensorFlow.
+$(VENV)/docs $(VENV)/types $(VENV)/package: $(VENV)/%: setup.cfg
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[docs]"
+	$(RUN) -m pip install --quiet --editable ".[$*]"
 	touch $@
 
 $(VENV)/nox: $(VENV)/ready

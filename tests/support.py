@@ -1,9 +1,29 @@
 """What tests share: CPU towers, sessions, and training without towers as the authority."""
+import importlib
+import inspect
+
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 import towers
 from towers.assignment import assign
+
+# Whose `__all__` is the public API.
+PUBLIC_MODULES = ("towers", "towers.workers", "towers.testing", "towers.launch", "tf_syncbn", "tf_syncbn.slim",
+                  "tf_syncbn.checkpoints")
+
+
+def public_functions(module):
+    """Yields (name, function) of a module's public functions, of the public methods of its classes, and of their `__init__`."""
+    module = importlib.import_module(module)
+    for name in module.__all__:
+        found = getattr(module, name)
+        if inspect.isfunction(found):
+            yield name, found
+        for key, member in vars(found).items() if inspect.isclass(found) else ():
+            member = member.fget if isinstance(member, property) else member
+            if inspect.isfunction(member) and (not key.startswith("_") or key in ("__init__", "__getitem__", "__iter__")):
+                yield "%s.%s" % (name, key), member
 
 
 def has_tf_layers():

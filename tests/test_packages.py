@@ -14,7 +14,8 @@ import towers
 ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
-ORDER = {"towers": ["version", "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
+ORDER = {"towers": ["version", "annotations",
+                    "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
                     "placement", "rows", "batch", "shares", "sharing", "graph_walk", "workers.cluster", "workers.collectives",
                     "workers.watchdog", "workers.gradient_sums", "workers.variables", "workers.peers", "workers.sessions",
                     "workers.plain", "workers.one_client", "workers.connection", "workers.__init__", "logits", "losses", "input",
@@ -151,6 +152,7 @@ def test_absence_of_tensorflow_is_one_clear_sentence(module):
 def test_version_is_one_number():
     assert towers.__version__.count(".") == 2
     assert "towers.version.__version__" in (ROOT / "setup.cfg").read_text()
+    assert "\nversion: %s\n" % towers.__version__ in (ROOT / "CITATION.cff").read_text()
 
 
 def test_no_file_outside_the_clone_is_named():

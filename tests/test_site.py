@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import PUBLIC_MODULES
+
 ROOT = Path(__file__).parent.parent
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-# Whose public names the reference has to have.
-MODULES = ("towers", "towers.workers", "towers.testing", "towers.launch", "tf_syncbn", "tf_syncbn.slim", "tf_syncbn.checkpoints")
 
 
 def load_assemble():
@@ -72,17 +72,17 @@ def test_reference_has_every_public_name_once_and_no_other():
     on_pages = [name for path in (ROOT / "docs" / "reference").glob("*.md")
                 for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.M)]
     public = []
-    for module in map(importlib.import_module, MODULES):
+    for module in map(importlib.import_module, PUBLIC_MODULES):
         for name in module.__all__:
             if inspect.ismodule(getattr(module, name)):
-                assert getattr(module, name).__name__ in MODULES
+                assert getattr(module, name).__name__ in PUBLIC_MODULES
             else:
                 public.append("%s.%s" % (module.__name__, name))
     assert sorted(on_pages) == sorted(public)
 
 
 def public_docstrings():
-    for module in map(importlib.import_module, MODULES):
+    for module in map(importlib.import_module, PUBLIC_MODULES):
         for name in module.__all__:
             found = getattr(module, name)
             members = vars(found).values() if inspect.isclass(found) else ()

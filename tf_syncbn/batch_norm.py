@@ -1,8 +1,10 @@
 """`sync_batch_norm`: the layer, its variables and its moving averages."""
 import functools
+from typing import Any, Dict, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Tensor, TensorFn, TensorLike, VariableScope
 from towers.exchanges import tower_here
 from tf_syncbn.arguments import check_axis, check_mask, check_numbers, check_training
 from tf_syncbn.kernels.rows import accumulator, known_count
@@ -18,12 +20,16 @@ _AVERAGED = ("mean", "variance", "stddev", "mean", "stddev")
 
 
 def sync_batch_norm(
-        inputs, axis=-1, momentum=0.99, epsilon=1e-3, center=True, scale=True, beta_initializer=tf.zeros_initializer(),
-        gamma_initializer=tf.ones_initializer(), moving_mean_initializer=tf.zeros_initializer(),
-        moving_variance_initializer=tf.ones_initializer(), beta_regularizer=None, gamma_regularizer=None,
-        beta_constraint=None, gamma_constraint=None, training=None, trainable=True, name=None, reuse=None, mask=None,
-        group_size=None, updates_collections=tf.GraphKeys.UPDATE_OPS, renorm=False, renorm_clipping=None,
-        renorm_momentum=0.99, unbiased=None, fused=None):
+        inputs: TensorLike, axis: int = -1, momentum: Union[float, Tensor] = 0.99, epsilon: float = 1e-3, center: bool = True,
+        scale: bool = True, beta_initializer: Any = tf.zeros_initializer(), gamma_initializer: Any = tf.ones_initializer(),
+        moving_mean_initializer: Any = tf.zeros_initializer(), moving_variance_initializer: Any = tf.ones_initializer(),
+        beta_regularizer: Optional[TensorFn] = None, gamma_regularizer: Optional[TensorFn] = None,
+        beta_constraint: Optional[TensorFn] = None, gamma_constraint: Optional[TensorFn] = None,
+        training: Union[bool, Tensor, None] = None, trainable: bool = True, name: Union[str, VariableScope, None] = None,
+        reuse: Optional[bool] = None, mask: Optional[TensorLike] = None, group_size: Optional[int] = None,
+        updates_collections: Union[str, Sequence[str], None] = tf.GraphKeys.UPDATE_OPS, renorm: bool = False,
+        renorm_clipping: Optional[Dict[str, TensorLike]] = None, renorm_momentum: Union[float, Tensor] = 0.99,
+        unbiased: Optional[bool] = None, fused: Optional[bool] = None) -> Tensor:
     """Normalizes a batch by the moments of all towers' batches together.
 
         y = gamma (x - mean) / sqrt(var + epsilon) + beta

@@ -4,9 +4,12 @@ A moving average lags behind the weights that it is of, and after few steps, or 
 initial value. Wu and Johnson ("Rethinking 'Batch' in BatchNorm", 2021, section 3) average over batches instead, with the
 weights at rest ("precise batch norm").
 """
+from typing import Any, Callable, Dict, Optional, Union
+
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Session
 from towers.assignment import assign
 from towers.replicas import Towers
 from towers.graph_walk import ancestors, written_variables
@@ -15,7 +18,8 @@ from tf_syncbn.moving_averages import averaged_layers
 __all__ = ["recalibrate"]
 
 
-def recalibrate(session, replicas, num_batches, feed_dict=None):
+def recalibrate(session: Session, replicas: Optional[Towers], num_batches: int,
+                feed_dict: Union[Dict[Any, Any], Callable[[int], Dict[Any, Any]], None] = None) -> Dict[str, np.ndarray]:
     """Replaces moving averages by the exact moments of batches.
 
     Runs the forward pass of all towers `num_batches` times, each layer normalizing by the moments of its batch, and gives

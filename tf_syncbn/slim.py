@@ -5,8 +5,11 @@
 Nothing of `tf.contrib` is imported. Where `arg_scope` is to set the arguments of the function itself, register it once:
 `batch_norm = slim.add_arg_scope(tf_syncbn.slim.batch_norm)`.
 """
+from typing import Any, Dict, Optional, Sequence, Union
+
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Tensor, TensorFn, TensorLike, VariableScope
 from tf_syncbn.batch_norm import sync_batch_norm
 
 __all__ = ["batch_norm"]
@@ -15,11 +18,17 @@ _PARAMETERS = ("beta", "gamma", "moving_mean", "moving_variance")
 
 
 def batch_norm(
-        inputs, decay=0.999, center=True, scale=False, epsilon=0.001, activation_fn=None, param_initializers=None,
-        param_regularizers=None, updates_collections=tf.GraphKeys.UPDATE_OPS, is_training=True, reuse=None,
-        variables_collections=None, outputs_collections=None, trainable=True, batch_weights=None, fused=None,
-        data_format="NHWC", zero_debias_moving_mean=False, scope=None, renorm=False, renorm_clipping=None,
-        renorm_decay=0.99, adjustment=None, group_size=None):
+        inputs: TensorLike, decay: Union[float, Tensor] = 0.999, center: bool = True, scale: bool = False, epsilon: float = 0.001,
+        activation_fn: Optional[TensorFn] = None, param_initializers: Optional[Dict[str, Any]] = None,
+        param_regularizers: Optional[Dict[str, Any]] = None,
+        updates_collections: Union[str, Sequence[str], None] = tf.GraphKeys.UPDATE_OPS,
+        is_training: Union[bool, Tensor, None] = True, reuse: Optional[bool] = None,
+        variables_collections: Union[str, Sequence[str], Dict[str, Any], None] = None,
+        outputs_collections: Union[str, Sequence[str], None] = None, trainable: bool = True,
+        batch_weights: Optional[TensorLike] = None, fused: Optional[bool] = None, data_format: str = "NHWC",
+        zero_debias_moving_mean: bool = False, scope: Union[str, VariableScope, None] = None, renorm: bool = False,
+        renorm_clipping: Optional[Dict[str, TensorLike]] = None, renorm_decay: Union[float, Tensor] = 0.99,
+        adjustment: Any = None, group_size: Optional[int] = None) -> Tensor:
     """Normalizes a batch by the moments of all towers' batches together, called as `tf.contrib.layers.batch_norm` is.
 
     Variables, their names and their collections are contrib's, so a slim model's checkpoints load. As there, the moving

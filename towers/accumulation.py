@@ -12,7 +12,7 @@ __all__ = ["accumulate"]
 _FUSED_BATCH_NORMS = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 
 
-def accumulate(num_batches):
+def accumulate(num_batches: int) -> Transform:
     """Returns a transform that trains once in so many steps, by the gradients of all their batches.
 
         g_v = sum_i w_i g_iv / sum_i w_i,    i = 1 ... num_batches

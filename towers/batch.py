@@ -3,8 +3,11 @@
 A nested structure of tensors is split along axis 0, the rest spread over the first towers: 10 examples over 4 towers are
 3, 3, 2 and 2. Sizes that are known while the graph is built stay Python numbers, so that even towers cost no arithmetic.
 """
+from typing import Sequence
+
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Structure
 from towers.placement import HOST
 from towers.rows import is_ragged, is_sparse, num_rows, split_rows
 
@@ -18,7 +21,7 @@ class PerTower:
       batches: list or tuple; its length is the number of towers.
     """
 
-    def __init__(self, batches):
+    def __init__(self, batches: Sequence[Structure]) -> None:
         self.batches = list(batches)
 
 

@@ -3,9 +3,12 @@
 The model function stays as it is: it gets its share of the batch and returns its loss. What belongs to a tower is what
 the call of the model function made, never what matches a name prefix.
 """
+from typing import Any, List, Optional, Sequence, Union
+
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import ModelFn, Tensor, VariablePlacement
 from towers.batch import PerTower, check_batch, split_batch
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.empty_batches import survive_empty_batches
@@ -25,6 +28,7 @@ from towers.sharing import VariableSharing
 from towers.state import settle_state
 from towers.turns import TowerMismatchError
 from towers.variable_placement import TowerDevices, placement_of, warn_of_other_devices
+from towers.workers.connection import Workers
 
 __all__ = ["TowerBuilder"]
 
@@ -69,15 +73,17 @@ class TowerBuilder:
         train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
     """
 
-    def __init__(self, devices=None, aggregation_device=None, variable_placement="host", num_towers=None, workers=None):
-        self.devices = in_turn(find_devices() if devices is None else check_devices(devices), num_towers)
-        self.aggregation_device = check_device(aggregation_device or self.devices[0])
+    def __init__(self, devices: Optional[Sequence[str]] = None, aggregation_device: Optional[str] = None,
+                 variable_placement: VariablePlacement = "host", num_towers: Optional[int] = None,
+                 workers: Optional[Workers] = None) -> None:
+        self.devices: List[str] = in_turn(find_devices() if devices is None else check_devices(devices), num_towers)
+        self.aggregation_device: str = check_device(aggregation_device or self.devices[0])
         self.place_variable = placement_of(variable_placement, self.devices)
         self._is_replicated = variable_placement == "replicated"
         warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
-        self.workers = _check_workers(workers)
+        self.workers: Optional[Workers] = _check_workers(workers)
 
-    def build(self, model_fn, batch, training=True, alike=True):
+    def build(self, model_fn: ModelFn, batch: Any, training: Union[bool, Tensor] = True, alike: bool = True) -> Towers:
         """Builds one tower for each device.
 
         Variables are made in tower 0 and used by all; their names have no tower in them, so checkpoints of a model built

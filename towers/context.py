@@ -5,9 +5,11 @@ The one global of the library lives here: the tower whose model function is runn
 """
 import contextlib
 import threading
-from typing import Any, NamedTuple
+from typing import Any, ContextManager, List, NamedTuple, Optional, Union
 
 import tensorflow.compat.v1 as tf
+
+from towers.annotations import Operation, Tensor
 
 __all__ = ["TowerContext", "check_graph", "current_tower", "differentiate", "enter_tower", "is_differentiating", "may_differ",
            "outside_of_tower", "span"]
@@ -48,8 +50,8 @@ class TowerContext:
         carries it out.
     """
 
-    def __init__(self, index, num_towers, device, aggregation_device, training, name_scope, meetings, shared_updates,
-                 local_index=None):
+    def __init__(self, index: int, num_towers: int, device: str, aggregation_device: str, training: Union[bool, Tensor],
+                 name_scope: str, meetings: Any, shared_updates: List[Operation], local_index: Optional[int] = None) -> None:
         self.index = index
         self.local_index = index if local_index is None else local_index
         self.num_towers = num_towers
@@ -59,23 +61,23 @@ class TowerContext:
         self.name_scope = name_scope
         self.meetings = meetings
         self.shared_updates = shared_updates
-        self.batch = ()
-        self.spans = []
-        self.asked = None
+        self.batch: tuple = ()
+        self.spans: List[Span] = []
+        self.asked: Any = None
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return "TowerContext(index=%d, num_towers=%d, device=%r)" % (self.index, self.num_towers, self.device)
 
     @property
-    def is_first(self):
+    def is_first(self) -> bool:
         """True in the first tower of a process, which makes what is needed once a step: variables, summaries, shared updates."""
         return self.local_index == 0
 
-    def relative(self, name):
+    def relative(self, name: str) -> str:
         """Returns the name of an op or scope without the tower's."""
         return name[len(self.name_scope):] if name.startswith(self.name_scope) else name
 
-    def add_update(self, op, shared=False):
+    def add_update(self, op: Union[Operation, Tensor], shared: bool = False) -> None:
         """Adds an op that a training step has to run to `tf.GraphKeys.UPDATE_OPS`.
 
         Args:
@@ -108,7 +110,7 @@ def span(key, *inputs):
     tower.spans.append(Span(first, graph.version, key, inputs))
 
 
-def may_differ():
+def may_differ() -> ContextManager[None]:
     """Returns a context manager: ops made under it in a model function may differ between towers.
 
     What else a model function makes has to compute the same in every tower, or `TowerBuilder.build` refuses it. What was made
@@ -154,7 +156,7 @@ def differentiate():
         _building.differentiating = outer
 
 
-def current_tower():
+def current_tower() -> Optional[TowerContext]:
     """Returns the `TowerContext` of the tower being built in this thread, or None outside of towers."""
     return getattr(_building, "tower", None)
 

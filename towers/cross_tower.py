@@ -3,10 +3,11 @@
 The gradient of a sum over towers is a sum over towers, so the backward pass meets by the very function of the forward
 one, to any order of derivative. `tf.gradients` of one tower's loss never walks through another tower's graph.
 """
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Tensor, TensorLike
 from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient, tower_here
 from towers.meetings import Across
 from towers.sums import sum_in_order
@@ -14,7 +15,7 @@ from towers.sums import sum_in_order
 __all__ = ["Divisor", "all_gather", "all_reduce", "cross_tower_sum_at"]
 
 
-def all_reduce(tensor, reduction="sum", name=None):
+def all_reduce(tensor: TensorLike, reduction: str = "sum", name: Optional[str] = None) -> Tensor:
     """Sums or averages a tensor over all towers; every tower gets the result.
 
         sum_i x_i    or    sum_i x_i / N,    N towers
@@ -53,7 +54,7 @@ def all_reduce(tensor, reduction="sum", name=None):
         return total if reduction == "sum" else total / tf.cast(tower.num_towers, total.dtype)
 
 
-def all_gather(tensor, name=None, with_offset=False):
+def all_gather(tensor: TensorLike, name: Optional[str] = None, with_offset: bool = False) -> Any:
     """Joins the tensors of all towers along axis 0, in the order of the towers; every tower gets the result.
 
     Towers meet here, forward, and again in each gradient. The towers' parts may differ in size along axis 0.

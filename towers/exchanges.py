@@ -7,15 +7,19 @@ edges alone: there is no rendezvous by name, so nothing can hang, and each model
 No gradient passes an exchange. Functions that want one (`towers.cross_tower`) hang it on an op of their own by
 `pass_with_gradient`, and meet again from its gradient function at `gradient_place`.
 """
+from typing import Callable, List, Optional, Sequence, Tuple
+
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import DType, Shape, Tensor, TensorLike
 from towers.context import current_tower, is_differentiating
 from towers.gradient_hook import detail_of, with_gradient
 
 __all__ = ["exchange", "gradient_place", "meet_at", "next_place", "pass_with_gradient", "stands_at_exchange", "tower_here"]
 
 
-def exchange(contributions, aggregate, results, kind="exchange", name=None):
+def exchange(contributions: Sequence[TensorLike], aggregate: Callable[[List[List[Tensor]]], Sequence[Sequence[Tensor]]],
+             results: Sequence[Tuple[DType, Shape]], kind: str = "exchange", name: Optional[str] = None) -> List[Tensor]:
     """Leaves this tower's contributions and returns what the aggregate of all towers' holds for it.
 
     Towers meet here. Outside of towers `aggregate` gets the one list of contributions and is computed where it stands.

@@ -9,13 +9,16 @@ or takes no `grad_loss`, is exact too.
 import functools
 import operator
 import warnings
+from typing import Callable, List, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import GradsAndVars, Optimizer, Tensor, UpdateOps, Variable
 from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
+from towers.replicas import Tower, Towers
 from towers.shares import checked_loss, scalar_loss
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
@@ -28,7 +31,8 @@ _SCALES_OR_HANDS_ON = ("MixedPrecisionLossScaleOptimizer", "LossScaleOptimizer",
                        "SyncReplicasOptimizer", "VariableClippingOptimizer", "TowerOptimizer")
 
 
-def compute_gradients(replicas, optimizer, var_list=None, loss=None):
+def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional[Sequence[Variable]] = None,
+                      loss: Union[str, Callable[[Tower], Tensor], Sequence[Tensor], None] = None) -> List[GradsAndVars]:
     """Computes every tower's gradients by `optimizer.compute_gradients`, on the tower's device.
 
     Towers meet in the backward pass wherever they met in the forward pass, and compute gradients of variables while they
@@ -86,7 +90,9 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     return tower_grads
 
 
-def average_gradients(replicas, tower_grads, update_ops="first", loss=None, pack=False):
+def average_gradients(replicas: Towers, tower_grads: Sequence[GradsAndVars], update_ops: UpdateOps = "first",
+                      loss: Union[str, Callable[[Tower], Tensor], Sequence[Tensor], None] = None,
+                      pack: bool = False) -> GradsAndVars:
     """Averages gradients over towers on the aggregation device, once the update ops have run and the losses are known.
 
         g_v = sum_i g_iv / N,    N towers

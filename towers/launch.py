@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import List, Optional, Sequence
 
 __all__ = ["free_ports", "launch", "main"]
 
@@ -30,13 +31,14 @@ _TIME_LIMIT, _GRACE, _EVERY = 300.0, 10.0, 0.05  # seconds
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
-def main(argv=None):
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the command line and returns the exit status: 0, that of the first worker that failed, 128 + signal, or 2."""
     settings, command = _parse(sys.argv[1:] if argv is None else list(argv))
     return launch(command, settings.num_workers, settings.restarts, settings.time_limit, settings.grace)
 
 
-def launch(command, num_workers, restarts=0, time_limit=None, grace=_GRACE):
+def launch(command: Sequence[str], num_workers: int, restarts: int = 0, time_limit: Optional[float] = None,
+           grace: float = _GRACE) -> int:
     """Runs workers until all have ended. To be called in the main thread: it handles SIGINT, SIGTERM and SIGHUP, which go to all.
 
     Args:
@@ -251,11 +253,11 @@ def _die_with_parent():
     return before_exec
 
 
-def free_ports(count):
+def free_ports(count: int) -> List[int]:
     """Returns ports that nobody listens on, and that no outgoing connection is given either, as it may be while workers start."""
     first, last = _outgoing_ports()
     candidates = [port for port in range(10000, 65536) if not first <= port <= last]
-    found = []
+    found: List[int] = []
     for port in random.SystemRandom().sample(candidates, len(candidates)):
         if len(found) == count:
             break

@@ -5,10 +5,11 @@ in a `tf.while_loop`. The step is built outside of it, as ever, so that variable
 without the loop, and the loop's body is a copy of what it computes.
 """
 import warnings
-from typing import NamedTuple
+from typing import Any, List, NamedTuple, Tuple, Union
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import StepFn, Tensor
 from towers.context import current_tower
 from towers.graph_walk import is_ref
 from towers.inner_training import applies_gradients
@@ -21,7 +22,7 @@ __all__ = ["repeat"]
 _MOST = 2 ** 31 - 1
 
 
-def repeat(step_fn, num_steps):
+def repeat(step_fn: Union[StepFn, List[StepFn], Tuple[StepFn, ...]], num_steps: Union[int, Tensor]) -> Any:
     """Builds a loop that runs a step many times in one `session.run`, and returns its results of all steps.
 
         one session.run(repeat(step_fn, n))     =  n times session.run(step_fn()),    to the bit

@@ -1,6 +1,9 @@
 """Losses that are scaled, so that gradients in float16 do not vanish; steps whose gradients overflowed are left out."""
+from typing import Union
+
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import LossScale
 from towers.graph_walk import ancestors, is_ref, op_of, variable_of, writes_of
 from towers.ordering import run_after_in, value_before_writes
 from towers.transforms import Transform, when
@@ -8,7 +11,7 @@ from towers.transforms import Transform, when
 __all__ = ["scale_loss"]
 
 
-def scale_loss(scale="dynamic"):
+def scale_loss(scale: Union[str, float, LossScale] = "dynamic") -> Transform:
     """Returns a transform that differentiates losses times a scale, and divides the gradients by it again.
 
     Micikevicius et al., "Mixed precision training" (2018). Where a gradient of the global batch is not finite the step is left

@@ -4,9 +4,11 @@ Models that end in a softmax return probabilities, and the cross-entropy of thes
 own op of the logits does not. What was given is found out in the graph, and said; where it can't be, that is an error.
 """
 import warnings
+from typing import Optional
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Tensor, TensorLike
 from towers.context import current_tower
 from towers.logits import find_logits, looks_like
 
@@ -15,7 +17,8 @@ __all__ = ["softmax_cross_entropy"]
 _SMALLEST = 1e-7  # as in Keras
 
 
-def softmax_cross_entropy(outputs, labels, from_logits=None, axis=-1, reduction="mean", name=None):
+def softmax_cross_entropy(outputs: TensorLike, labels: TensorLike, from_logits: Optional[bool] = None, axis: int = -1,
+                          reduction: str = "mean", name: Optional[str] = None) -> Tensor:
     """Computes the cross-entropy of a classifier's outputs and labels, by logits wherever there are any.
 
         -log(softmax(logits)[label])    or    -sum_c labels[c] log(softmax(logits)[c])

@@ -1,13 +1,16 @@
 """Gradients under masks: slices of weights that do not train."""
+from typing import Any, Dict
+
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import TensorLike
 from towers.transforms import Transform
 
 __all__ = ["mask_gradients"]
 
 
-def mask_gradients(masks):
+def mask_gradients(masks: Dict[Any, TensorLike]) -> Transform:
     """Returns a transform that freezes parts of variables: they stay what they are, to the bit.
 
         g_v <- g_v where mask_v, else 0;    v <- v as the optimizer leaves it where mask_v, else v as it was

@@ -4,8 +4,11 @@ Devices are found without starting a runtime that takes the GPUs' memory, and no
 """
 import re
 import warnings
+from typing import List, Optional, Sequence
 
 import tensorflow.compat.v1 as tf
+
+from towers.annotations import ConfigProto
 
 __all__ = ["find_devices", "session_config"]
 
@@ -15,7 +18,7 @@ _NUMBER = re.compile(r"\*|0|[1-9][0-9]*")
 HOST = "/cpu:0"
 
 
-def find_devices():
+def find_devices() -> List[str]:
     """Returns the devices that towers stand on by default: every local GPU, else the one CPU.
 
     Returns:
@@ -168,7 +171,7 @@ def name_the_cure(devices):
                 tf.no_op(name)
 
 
-def session_config(devices=None, config=None):
+def session_config(devices: Optional[Sequence[str]] = None, config: Optional[ConfigProto] = None) -> ConfigProto:
     """Returns a `ConfigProto` under which the towers' devices exist.
 
     With devices "/cpu:0" to "/cpu:3" a Session has four CPU devices, which share the machine's cores. Ops that a tower's

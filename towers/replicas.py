@@ -1,8 +1,9 @@
 """What a build returns: the towers, the loss of the global batch, and the outputs of all of them as one tower's."""
-from typing import Any, NamedTuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union, overload
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Operation, Structure, Tensor
 from towers.context import TowerContext, check_graph
 from towers.global_loss import watched
 from towers.shares import shares, weighted_sum
@@ -24,13 +25,13 @@ class Tower(NamedTuple):
     """
     context: TowerContext
     outputs: Any
-    loss: Any
-    weight: Any
-    update_ops: list
-    ops: list
+    loss: Optional[Tensor]
+    weight: Union[float, Tensor]
+    update_ops: List[Operation]
+    ops: List[Operation]
 
     @property
-    def name_scope(self):
+    def name_scope(self) -> str:
         """The name scope of the tower's ops, ending in "/"."""
         return self.context.name_scope
 
@@ -50,31 +51,38 @@ class Towers:
         have no tower in them. `tf.summary.merge(replicas.summaries)` makes them one op, apart from those of other builds.
     """
 
-    def __init__(self, towers, aggregation_device, weight=None, summaries=()):
+    def __init__(self, towers: Sequence[Tower], aggregation_device: str, weight: Union[int, Tensor, None] = None,
+                 summaries: Sequence[Tensor] = ()) -> None:
         self._towers, self.summaries, self.peers = tuple(towers), list(summaries), towers[0].context.meetings.peers
         self.aggregation_device = aggregation_device
         self.weight = weight
         self._merged = None
-        self.loss = None
+        self.loss: Optional[Tensor] = None
         if self[0].loss is not None:
             with tf.name_scope("global_loss"), tf.device(aggregation_device):
                 loss = weighted_sum([tower.loss for tower in self], [tower.weight for tower in self])
                 loss = loss if self.peers is None else self.peers.sum(loss, "loss")
                 self.loss = watched(loss, [update for tower in self for update in tower.update_ops], self.peers is not None)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._towers)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Tower: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Tuple[Tower, ...]: ...
+
+    def __getitem__(self, index: Union[int, slice]) -> Union[Tower, Tuple[Tower, ...]]:
         return self._towers[index]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Tower]:
         return iter(self._towers)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return "Towers(%s)" % ", ".join(tower.context.device for tower in self)
 
-    def merged(self):
+    def merged(self) -> Structure:
         """Returns the outputs of all towers as those of the global batch, in the structure that the model function returned.
 
         Tensors of rank 1 or more are joined along axis 0 in the order of the towers. Scalars are averaged by weight;

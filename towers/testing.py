@@ -1,11 +1,12 @@
 """The product's promise as a check for anyone's model: N towers train as one tower on the whole batch would."""
 import itertools
 import re
-from typing import NamedTuple
+from typing import Callable, Dict, NamedTuple, Optional, Sequence
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import ModelFn, Optimizer, Structure
 from towers.assignment import assign
 from towers.batch import PerTower, even_sizes
 from towers.builder import TowerBuilder
@@ -34,7 +35,7 @@ class Differences(NamedTuple):
     loss: float
     gradients: float
     variables: float
-    bound: dict
+    bound: Dict[str, float]
 
 
 class _Trained(NamedTuple):
@@ -44,8 +45,9 @@ class _Trained(NamedTuple):
     final: dict
 
 
-def assert_equals_one_batch(model_fn, batch, num_towers=2, sizes=None, update_ops="first", steps=5, optimizer=None,
-                            devices=None):
+def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int = 2, sizes: Optional[Sequence[int]] = None,
+                            update_ops: str = "first", steps: int = 5, optimizer: Optional[Callable[[], Optimizer]] = None,
+                            devices: Optional[Sequence[str]] = None) -> Differences:
     """Trains a model on towers and on one tower with the whole batch, and asserts that it comes to the same.
 
     Compared are the loss, every gradient and, after the last step, every variable, moving averages included. A model in

@@ -1,15 +1,20 @@
 """From towers to a train op: update ops gate the averaging, the averaging feeds the optimizer."""
+from typing import Callable, Optional, Sequence, Union
+
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Operation, Optimizer, Tensor, Transforms, UpdateOps, Variable
 from towers.gradients import average_gradients, losses_of, scaled_gradients
+from towers.replicas import Tower, Towers
 from towers.transforms import Step, begin, check_transforms
 from towers.update_ops import chosen_update_ops
 
 __all__ = ["minimize"]
 
 
-def minimize(replicas, optimizer, update_ops="first", transforms=(), global_step=None, var_list=None,
-             loss=None, pack=False):
+def minimize(replicas: Towers, optimizer: Optimizer, update_ops: UpdateOps = "first",
+             transforms: Transforms = (), global_step: Optional[Variable] = None, var_list: Optional[Sequence[Variable]] = None,
+             loss: Union[str, Callable[[Tower], Tensor], Sequence[Tensor], None] = None, pack: bool = False) -> Operation:
     """Builds the op of one training step on all towers.
 
     It computes each tower's gradients, runs the chosen update ops, averages the gradients on the aggregation device,

@@ -3,12 +3,18 @@
 A transform is a function of a list of (gradient, variable) that returns such a list. One that has to do more is a `Transform`: it
 multiplies losses before they are differentiated, holds the rest of the step back, or comes after it.
 """
-from typing import Any, NamedTuple
+from typing import Callable, List, NamedTuple, Optional, Tuple, Union
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import GradsAndVars, Operation, Tensor, TransformFn
+from towers.replicas import Towers
+
 __all__ = ["Step", "Transform", "begin", "check_finite", "check_transforms", "clip_by_global_norm", "clip_by_value", "mapped",
            "when"]
+
+_Rest = Callable[[GradsAndVars], Operation]
+_Link = Callable[[GradsAndVars, _Rest], Operation]
 
 
 class Step(NamedTuple):
@@ -18,8 +24,8 @@ class Step(NamedTuple):
       replicas: `towers.Towers`.
       update_ops: list of operations and tensors that run before gradients are averaged.
     """
-    replicas: Any
-    update_ops: list
+    replicas: Towers
+    update_ops: List[Operation]
 
 
 class Transform(NamedTuple):
@@ -34,7 +40,7 @@ class Transform(NamedTuple):
           such a list that builds what comes after, later transforms and the optimizer, and returns its operation.
     """
     name: str
-    begin: Any
+    begin: Callable[[Step], Tuple[Optional[Tensor], _Link]]
 
 
 def check_transforms(transforms):
@@ -108,7 +114,7 @@ def when(condition, build, otherwise=None):
     return tf.cond(condition, lambda: branch(build), lambda: branch(otherwise)).op
 
 
-def clip_by_global_norm(clip_norm):
+def clip_by_global_norm(clip_norm: Union[float, Tensor]) -> TransformFn:
     """Returns a transform that scales the gradients of the global batch down together where their norm is too large.
 
         g_v <- g_v c / max(c, ||g||),    ||g|| = sqrt(sum_v sum g_v^2)
@@ -140,7 +146,7 @@ def clip_by_global_norm(clip_norm):
     return clip
 
 
-def clip_by_value(least, most):
+def clip_by_value(least: Union[float, Tensor], most: Union[float, Tensor]) -> TransformFn:
     """Returns a transform that moves every number of a gradient of the global batch into an interval.
 
         g_v <- min(max(g_v, least), most)
@@ -182,7 +188,7 @@ def _clipped(gradient, least, most):
     return tf.minimum(tf.maximum(gradient, least), most)
 
 
-def check_finite():
+def check_finite() -> TransformFn:
     """Returns a transform that fails, before anything is applied, where a gradient of the global batch is not finite.
 
     The error is TensorFlow's `InvalidArgumentError`, and names the variable. Update ops of the step have run by then.

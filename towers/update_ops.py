@@ -4,21 +4,24 @@ Ordinary batch norm in N towers makes N updates of one and the same moving avera
 and where several are kept they run one tower after the other, so that the result is the same from run to run.
 """
 import warnings
+from typing import List
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Operation
 from towers.context import check_graph
 from towers.graph_walk import ancestors, op_of, written_variable, written_variables
 from towers.keras3 import CURE, made_by_keras3
 from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.ordering import READS, read_after
+from towers.replicas import Towers
 
 __all__ = ["chosen_update_ops", "collect_update_ops"]
 
 POLICIES = ("first", "all", "last", "none")
 
 
-def collect_update_ops(replicas, policy="first"):
+def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operation]:
     """Returns the update ops that a training step has to run before gradients are averaged.
 
     Update ops are what the model function added to `tf.GraphKeys.UPDATE_OPS` in each tower. Those that were added with

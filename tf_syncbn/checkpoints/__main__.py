@@ -6,6 +6,7 @@
 import argparse
 import re
 import sys
+from typing import Optional, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -46,7 +47,7 @@ def _scope(text):
     return pattern, replacement
 
 
-def main(argv=None):
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tf_syncbn.checkpoints",
                                      description="Batch-norm variable names of tf.layers, slim and tensorpack, converted.")

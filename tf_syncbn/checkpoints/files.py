@@ -5,10 +5,11 @@ three dialects, never change, and no file is ever written over.
 """
 import os
 import re
-from typing import NamedTuple
+from typing import Dict, NamedTuple, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import Variable
 from tf_syncbn.checkpoints.variable_names import invert, lines, move, recognize, rename, spell
 
 __all__ = ["assignment_map", "convert", "read"]
@@ -23,7 +24,8 @@ class _Checkpoint(NamedTuple):
     dtypes: dict
 
 
-def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False):
+def assignment_map(checkpoint: Union[str, os.PathLike], variables: Optional[Sequence[Variable]] = None,
+                   scopes: Optional[Dict[str, str]] = None, ignore_missing: bool = False) -> Dict[str, Variable]:
     """Returns which name in a checkpoint each variable takes, whatever dialects the two speak.
 
         tf.train.init_from_checkpoint(path, assignment_map(path))             # initial values, or
@@ -47,27 +49,28 @@ def assignment_map(checkpoint, variables=None, scopes=None, ignore_missing=False
         for a name of another shape or dtype than its variable; for a variable that may take several names, and a name that
         several may take; for a pattern that matches no scope; for a checkpoint that can't be read.
     """
-    checkpoint = read(checkpoint)
+    held = read(checkpoint)
     variables = tf.global_variables() if variables is None else list(variables)
     if not variables:
-        raise ValueError("The graph has no variables yet to take the checkpoint %r: build the model first." % checkpoint.prefix)
-    found = _match(checkpoint, variables, scopes)
+        raise ValueError("The graph has no variables yet to take the checkpoint %r: build the model first." % held.prefix)
+    found = _match(held, variables, scopes)
     missing = [v.op.name for v in variables if v.op.name not in found]
-    left = sorted(set(checkpoint.shapes) - set(found.values()))
+    left = sorted(set(held.shapes) - set(found.values()))
     if missing and not (ignore_missing and found):
         raise ValueError(
             "The checkpoint %r lacks %d of %d variables:%s\nIn it, no variable takes:%s\nGive `scopes` where layers have other "
             "scopes in it, and `variables` or `ignore_missing=True` where it need not have all of them."
-            % (checkpoint.prefix, len(missing), len(variables), _first_lines(missing),
+            % (held.prefix, len(missing), len(variables), _first_lines(missing),
                _first_lines(left) or " nothing is left."))
-    _check_values(checkpoint, variables, found)
-    tf.logging.info("Of the checkpoint %r no variable takes:%s", checkpoint.prefix, lines(left) or " nothing is left.")
+    _check_values(held, variables, found)
+    tf.logging.info("Of the checkpoint %r no variable takes:%s", held.prefix, lines(left) or " nothing is left.")
     if missing:
-        tf.logging.info("The checkpoint %r lacks, and they keep their initializers:%s", checkpoint.prefix, lines(missing))
+        tf.logging.info("The checkpoint %r lacks, and they keep their initializers:%s", held.prefix, lines(missing))
     return {found[v.op.name]: v for v in variables if v.op.name in found}
 
 
-def convert(in_path, out_path, to, scopes=None):
+def convert(in_path: Union[str, os.PathLike], out_path: Union[str, os.PathLike], to: str,
+            scopes: Optional[Dict[str, str]] = None) -> Dict[str, str]:
     """Writes a checkpoint with the names of another dialect and the same values, bit for bit.
 
     TensorFlow's own ops read and write it, every dtype included, and its index appears when all else is written. The file

@@ -12,7 +12,7 @@ averages (`conv1/W/Momentum`) go with their variable. A scope is its author's ch
 tensorpack, `batch_normalization_3` in tf.layers), so scopes change only by patterns that are given.
 """
 import re
-from typing import NamedTuple
+from typing import Dict, Iterable, NamedTuple, Optional
 
 __all__ = ["DIALECTS", "invert", "lines", "move", "recognize", "rename", "spell"]
 
@@ -36,11 +36,11 @@ class _Name(NamedTuple):
     scope: str
     leaf: str
     slot: str
-    kind: str
+    kind: Optional[str]
     dialects: tuple
 
 
-def rename(names, to, scopes=None):
+def rename(names: Iterable[str], to: str, scopes: Optional[Dict[str, str]] = None) -> Dict[str, str]:
     """Returns the names of variables in another dialect.
 
     Args:

@@ -7,10 +7,11 @@ import contextlib
 import functools
 import re
 import warnings
-from typing import Any, NamedTuple
+from typing import Callable, List, NamedTuple, Pattern, Union
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import ConvertedModelFn, ModelFn, Shape
 from towers.context import current_tower
 from towers.graph_walk import ancestors
 from towers.inner_training import refuse_training
@@ -45,11 +46,11 @@ class ConvertedLayer(NamedTuple):
         E[x^2] - E[x]^2 and became the exact one; or "sums", other sums and means.
     """
     scope: str
-    shape: Any
+    shape: Shape
     kind: str
 
 
-def convert_model(model_fn, only=None):
+def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], bool], None] = None) -> ConvertedModelFn:
     """Makes every batch norm of a model normalize by the moments of all towers.
 
     Found are, whatever made them (`tf.layers`, slim, Keras 2 in a graph, hand-written layers), all that normalize by the
@@ -98,7 +99,7 @@ def convert_model(model_fn, only=None):
         raise TypeError("model_fn has to be a model function, not %r." % (model_fn,))
     if only is not None and not callable(only):
         only = _search(only)
-    chosen = []  # of tower 0, whether each batch norm is converted: Keras numbers its layers on through the towers
+    chosen: List[bool] = []  # of tower 0, whether each batch norm is converted: Keras numbers its layers on through the towers
 
     def converted(*args, **kwargs):
         tower = current_tower()
@@ -135,7 +136,7 @@ def convert_model(model_fn, only=None):
 
     if hasattr(model_fn, "__name__"):
         functools.update_wrapper(converted, model_fn)
-    converted.converted = []
+    converted.converted = []  # type: ignore[attr-defined]  # which knows no attributes of functions
     return converted
 
 

@@ -6,9 +6,11 @@ before it is asked for: the newest TensorFlow has none.
 """
 import copy
 import inspect
+from typing import Any, Callable, Optional, Sequence
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import ModelFn, TensorLike, Transforms, VariablePlacement
 from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.estimators.metrics import count_all_examples, merged_metrics
@@ -28,9 +30,12 @@ from towers.update_ops import POLICIES
 __all__ = ["replicate_model_fn"]
 
 
-def replicate_model_fn(model_fn, loss_reduction=tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS, devices=None, update_ops="first",
-                       transforms=(), convert=None, weight=None, alike=True, aggregation_device=None, variable_placement="host",
-                       num_towers=None):
+def replicate_model_fn(model_fn: ModelFn, loss_reduction: str = tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS,
+                       devices: Optional[Sequence[str]] = None, update_ops: str = "first",
+                       transforms: Transforms = (), convert: Optional[Callable[[ModelFn], ModelFn]] = None,
+                       weight: Optional[Callable[..., TensorLike]] = None, alike: bool = True,
+                       aggregation_device: Optional[str] = None, variable_placement: VariablePlacement = "host",
+                       num_towers: Optional[int] = None) -> Callable[..., Any]:
     """Replicates an Estimator's model function over towers, as `tf.contrib.estimator.replicate_model_fn` did.
 
     The function that it returns is for `tf.estimator.Estimator(model_fn=...)`. Features and labels, any structure of tensors,

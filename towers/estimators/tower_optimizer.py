@@ -6,10 +6,11 @@ that: an op for the step, and for gradients those of the whole batch, averaged o
 `compute_gradients` and `apply_gradients`, clipping say, it does to the averaged gradients, and whatever waits for its train op
 waits for the real one.
 """
-from typing import Any, NamedTuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import GradsAndVars, Operation, Optimizer, Tensor, Variable
 from towers.context import current_tower, outside_of_tower
 from towers.estimators.gradient_forms import DENSE, NONE, gradient_forms
 from towers.estimators.own_data import takes_own_data
@@ -153,7 +154,7 @@ class TowerOptimizer(tf.train.Optimizer):
         train_op = optimizer.minimize(loss, tf.train.get_global_step())
     """
 
-    def __init__(self, optimizer_or_optimizer_fn):
+    def __init__(self, optimizer_or_optimizer_fn: Union[Optimizer, Callable[[], Optimizer]]) -> None:
         super(TowerOptimizer, self).__init__(use_locking=False, name="TowerOptimizer")
         is_optimizer = isinstance(optimizer_or_optimizer_fn, tf.train.Optimizer)
         if not is_optimizer and (not callable(optimizer_or_optimizer_fn) or hasattr(optimizer_or_optimizer_fn, "get_config")):
@@ -161,8 +162,10 @@ class TowerOptimizer(tf.train.Optimizer):
                             % (optimizer_or_optimizer_fn,))
         self._optimizer = optimizer_or_optimizer_fn
 
-    def minimize(self, loss, global_step=None, var_list=None, gate_gradients=tf.train.Optimizer.GATE_OP, aggregation_method=None,
-                 colocate_gradients_with_ops=False, name=None, grad_loss=None):
+    def minimize(self, loss: Tensor, global_step: Optional[Variable] = None, var_list: Optional[Sequence[Variable]] = None,
+                 gate_gradients: int = tf.train.Optimizer.GATE_OP, aggregation_method: Optional[int] = None,
+                 colocate_gradients_with_ops: bool = False, name: Optional[str] = None,
+                 grad_loss: Optional[Tensor] = None) -> Operation:
         """As `tf.train.Optimizer.minimize`; in a tower it returns an op that stands for the step of all towers."""
         asked, optimizer = _asked("minimize"), self._wrapped()
         if asked is None:
@@ -171,8 +174,9 @@ class TowerOptimizer(tf.train.Optimizer):
         number = asked.add_pass(optimizer, loss, var_list, grad_loss, seen=False)
         return asked.add_step(optimizer, [number], None, global_step, name)
 
-    def compute_gradients(self, loss, var_list=None, gate_gradients=tf.train.Optimizer.GATE_OP, aggregation_method=None,
-                          colocate_gradients_with_ops=False, grad_loss=None):
+    def compute_gradients(self, loss: Tensor, var_list: Optional[Sequence[Variable]] = None,
+                          gate_gradients: int = tf.train.Optimizer.GATE_OP, aggregation_method: Optional[int] = None,
+                          colocate_gradients_with_ops: bool = False, grad_loss: Optional[Tensor] = None) -> GradsAndVars:
         """As `tf.train.Optimizer.compute_gradients`; in a tower the gradients are those of the whole batch."""
         asked, optimizer = _asked("compute_gradients"), self._wrapped()
         if asked is None:
@@ -181,7 +185,8 @@ class TowerOptimizer(tf.train.Optimizer):
         made = asked.passes[asked.add_pass(optimizer, loss, var_list, grad_loss, seen=True)]
         return list(zip(made.gradients, made.variables))
 
-    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    def apply_gradients(self, grads_and_vars: GradsAndVars, global_step: Optional[Variable] = None,
+                        name: Optional[str] = None) -> Operation:
         """As `tf.train.Optimizer.apply_gradients`; in a tower it returns an op that stands for the step of all towers."""
         asked, optimizer = _asked("apply_gradients"), self._wrapped()
         if asked is None:
@@ -189,19 +194,19 @@ class TowerOptimizer(tf.train.Optimizer):
         grads = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
         return asked.add_step(optimizer, asked.passes_of(grads), grads, global_step, name)
 
-    def get_slot(self, var, name):
+    def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
         """As `tf.train.Optimizer.get_slot`, of the wrapped optimizer."""
         return self._with_variables("get_slot").get_slot(var, name)
 
-    def get_slot_names(self):
+    def get_slot_names(self) -> List[str]:
         """As `tf.train.Optimizer.get_slot_names`, of the wrapped optimizer."""
         return self._with_variables("get_slot_names").get_slot_names()
 
-    def variables(self):
+    def variables(self) -> List[Variable]:
         """As `tf.train.Optimizer.variables`, of the wrapped optimizer."""
         return self._with_variables("variables").variables()
 
-    def get_name(self):
+    def get_name(self) -> str:
         """As `tf.train.Optimizer.get_name`, of the wrapped optimizer."""
         return self._wrapped().get_name()
 

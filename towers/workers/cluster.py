@@ -5,7 +5,7 @@ evaluator have no part in it.
 """
 import json
 import os
-from typing import NamedTuple
+from typing import NamedTuple, Tuple
 
 import tensorflow.compat.v1 as tf
 
@@ -23,26 +23,26 @@ class Cluster(NamedTuple):
       rank: int, this process's number among them.
       is_evaluator: whether this process is none of them and evaluates; it is then alone.
     """
-    addresses: tuple
+    addresses: Tuple[str, ...]
     rank: int
     is_evaluator: bool = False
 
     @property
-    def size(self):
+    def size(self) -> int:
         """How many workers there are."""
         return len(self.addresses)
 
     @property
-    def local_rank(self):
+    def local_rank(self) -> int:
         """This process's number among the workers of its machine."""
         host = self.host(self.rank)
         return sum(self.host(rank) == host for rank in range(self.rank))
 
-    def host(self, rank):
+    def host(self, rank: int) -> str:
         """Returns the machine's name of a worker."""
         return self.addresses[rank].rpartition(":")[0]
 
-    def describe(self, rank):
+    def describe(self, rank: int) -> str:
         """Returns a worker's name for messages."""
         return "worker %d (%s)" % (rank, self.addresses[rank])
 

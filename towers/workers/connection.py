@@ -3,12 +3,15 @@ import json
 import os
 import time
 import zlib
+from typing import Any, Callable, List, Optional, Sequence, Union
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.annotations import (ClusterResolver, ConfigProto, GradsAndVars, Graph, Operation, Optimizer, Session,
+                                SessionRunHook, Tensor, TensorLike, Variable)
 from towers.placement import session_config
-from towers.workers.cluster import find_cluster
+from towers.workers.cluster import Cluster, find_cluster
 from towers.workers.collectives import Collectives
 from towers.workers.peers import Peers
 from towers.workers.plain import AveragingOptimizer, average_gradients, sum_with_gradient
@@ -19,7 +22,9 @@ from towers.workers.watchdog import Watchdog, probe
 __all__ = ["Workers", "connect"]
 
 
-def connect(cluster=None, rank=None, devices=None, config=None, time_limit=None):
+def connect(cluster: Union[Sequence[str], ClusterResolver, None] = None, rank: Optional[int] = None,
+            devices: Optional[Sequence[str]] = None, config: Union[ConfigProto, Callable[[int], ConfigProto], None] = None,
+            time_limit: Optional[float] = None) -> "Workers":
     """Makes this process one of the workers that train together.
 
     It starts TensorFlow's server of this worker, and returns when all workers' servers answer. To be called once, before a run.
@@ -87,7 +92,7 @@ class Workers:
       time_limit: float, seconds.
     """
 
-    def __init__(self, cluster, config, time_limit):
+    def __init__(self, cluster: Cluster, config: ConfigProto, time_limit: float) -> None:
         self._cluster = cluster
         self.rank, self.size, self.local_rank = cluster.rank, cluster.size, cluster.local_rank
         self.is_evaluator = cluster.is_evaluator
@@ -102,7 +107,7 @@ class Workers:
             self._config.isolate_session_state = True  # a server's sessions would share their variables
             self._serve()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return "Workers(rank=%d, size=%d)" % (self.rank, self.size)
 
     def _serve(self):
@@ -126,7 +131,7 @@ class Workers:
         ranks = self._run_once(lambda: self.collectives.join(tf.constant(self.rank), ("ranks",)), "its start")
         self.collectives.order = [int(row) for row in np.argsort(ranks)]
 
-    def session_config(self, config=None):
+    def session_config(self, config: Optional[ConfigProto] = None) -> ConfigProto:
         """Returns the `ConfigProto` of this worker's sessions.
 
         Args:
@@ -138,11 +143,11 @@ class Workers:
         result.MergeFrom(self._config)
         return result
 
-    def session(self, graph=None, config=None):
+    def session(self, graph: Optional[Graph] = None, config: Optional[ConfigProto] = None) -> Session:
         """Returns a `tf.Session` of this worker, whose runs are watched: they end, or the process does."""
         return WatchedSession(self._watchdog, self.target, graph, self.session_config(config))
 
-    def hook(self):
+    def hook(self) -> SessionRunHook:
         """Returns a `tf.train.SessionRunHook` for a monitored session: it broadcasts variables, and watches the runs.
 
         Every worker initializes, the chief alone restores and saves:
@@ -152,7 +157,7 @@ class Workers:
         """
         return Hook(self, self._watchdog)
 
-    def all_reduce(self, tensor, reduction="sum", name=None):
+    def all_reduce(self, tensor: TensorLike, reduction: str = "sum", name: Optional[str] = None) -> Tensor:
         """Sums or averages a tensor over workers, in a graph without towers; within towers `towers.all_reduce` does.
 
         The gradient of a sum is the sum over workers of what reaches it in each.
@@ -177,7 +182,7 @@ class Workers:
             total = sum_with_gradient(self, tensor, name)
             return total if reduction == "sum" else total / self.size
 
-    def average_gradients(self, grads_and_vars, weight=None):
+    def average_gradients(self, grads_and_vars: GradsAndVars, weight: Optional[TensorLike] = None) -> GradsAndVars:
         """Averages gradients over workers, in a graph without towers.
 
             g = sum_w g_w / W    or, with weights,    g = sum_w n_w g_w / sum_w n_w,    W workers
@@ -194,13 +199,13 @@ class Workers:
         """
         return average_gradients(self, grads_and_vars, weight)
 
-    def optimizer(self, optimizer, weight=None):
+    def optimizer(self, optimizer: Optimizer, weight: Optional[TensorLike] = None) -> Optimizer:
         """Returns a `tf.train.Optimizer` that applies gradients averaged over workers; `weight` as for `average_gradients`."""
         if not isinstance(optimizer, tf.train.Optimizer):
             raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
         return AveragingOptimizer(self, optimizer, weight)
 
-    def broadcast_variables(self, variables=None):
+    def broadcast_variables(self, variables: Optional[Sequence[Variable]] = None) -> Operation:
         """Returns an op that gives every worker the chief's values of variables: run it after they were initialized or restored.
 
         A training step of several workers fails until it has run.
@@ -223,7 +228,7 @@ class Workers:
         with tf.name_scope("broadcast_variables"):
             return broadcast(self.collectives, variables, ("broadcast", self.collectives.next_of_graph("broadcasts")))
 
-    def tell_all(self, value, what="what they have to tell"):
+    def tell_all(self, value: Any, what: str = "what they have to tell") -> List[Any]:
         """Returns a list over workers of what each calls this with, JSON; every worker has to call it in the same turn."""
         if self.size == 1:
             return [value]
@@ -235,7 +240,7 @@ class Workers:
         told = self._run_once(lambda: self.collectives.join(tf.constant(padded), (turn, "text")), what)
         return [json.loads(row.tobytes().decode()) for row in told]
 
-    def check_variables(self, session, variables=None):
+    def check_variables(self, session: Session, variables: Optional[Sequence[Variable]] = None) -> None:
         """Raises `ValueError` in every worker where their variables are not equal to the bit, and names the first that differs.
 
         Every worker has to call it at the same step: it compares digests, and costs a read of all variables.
@@ -254,7 +259,7 @@ class Workers:
                     raise ValueError("Workers have other values of the variable %r: worker %d's are not worker 0's. Something "
                                      "writes it in some workers only, or of their own data." % (name, rank))
 
-    def check_alike(self, what, items):
+    def check_alike(self, what: str, items: Sequence[str]) -> None:
         """Compares what workers have, and names the first difference.
 
         Args:
@@ -274,7 +279,7 @@ class Workers:
                     "number %d, worker 0 has %s and worker %d %s. Every worker has to build the same graph."
                     % (what, len(told[0]), rank, len(others), place, has[0], rank, has[1]))
 
-    def peers(self, num_towers):
+    def peers(self, num_towers: int) -> Optional[Peers]:
         """Returns the `Peers` of a build of so many towers, None where this worker is alone."""
         return Peers(self, num_towers) if self.size > 1 else None
 

@@ -1,6 +1,8 @@
 """A watched session for one client of many machines: TensorFlow's own may wait forever for a server that has died."""
 import time
+from typing import Optional, Sequence
 
+from towers.annotations import ConfigProto, Graph, Session
 from towers.workers.cluster import find_cluster
 from towers.workers.sessions import WatchedSession
 from towers.workers.watchdog import Watchdog, probe
@@ -31,7 +33,8 @@ class _Session(WatchedSession):
             super().close()
 
 
-def watched_session(servers, graph=None, config=None, time_limit=300.0):
+def watched_session(servers: Sequence[str], graph: Optional[Graph] = None, config: Optional[ConfigProto] = None,
+                    time_limit: float = 300.0) -> Session:
     """Returns a session on servers, for towers of one client on many machines.
 
     Where a server has died a run fails, as TensorFlow may find it itself, or the process ends by one sentence that names the

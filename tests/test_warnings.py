@@ -1,0 +1,83 @@
+"""What the library makes Python or TensorFlow warn of: nothing, in a process that shows every warning."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# TensorFlow warns when it is imported, and of its own code later: it is imported before warnings are noted, and those count that
+# stand by one of our files, or are logged of one. What is deprecated TensorFlow logs by the file that calls it.
+PROGRAM = """
+import logging, os, sys, warnings
+from pathlib import Path
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+tf.disable_eager_execution()
+ours = (os.path.join(os.getcwd(), "towers") + os.sep, os.path.join(os.getcwd(), "tf_syncbn") + os.sep, __file__)
+logged = []
+
+class Noted(logging.Handler):
+    def emit(self, record):
+        logged.append(record.getMessage())
+
+tf.get_logger().addHandler(Noted())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    %s
+    warnings.warn("the end is reached")
+for warning in caught:
+    if warning.filename.startswith(ours):
+        print("%%s: %%s" %% (os.path.basename(warning.filename), warning.message))
+for line in logged:
+    if any(folder in line for folder in ours):
+        print(line)
+"""
+
+IMPORT = """
+    for folder in ours[:2]:
+        for path in Path(folder).rglob("*.py"):
+            compile(path.read_bytes(), str(path), "exec")  # of what was compiled before nothing would be said
+    import tf_syncbn, tf_syncbn.checkpoints, towers, towers.launch, towers.testing, towers.workers
+"""
+
+BUILD = """
+    import tf_syncbn, towers
+    def model_fn(images, labels):
+        x = tf.nn.conv2d(images, tf.get_variable("kernel", [3, 3, 3, 4]), [1, 1, 1, 1], "SAME")
+        x = tf.nn.relu(tf_syncbn.sync_batch_norm(x))
+        x = tf_syncbn.slim.batch_norm(x, scale=True, activation_fn=tf.nn.relu)
+        logits = tf.matmul(tf.reduce_mean(x, [1, 2]), tf.get_variable("weights", [4, 5]))
+        return {"loss": towers.softmax_cross_entropy(logits, labels), "correct": tf.equal(tf.argmax(logits, 1), labels)}
+    def plain(images):
+        mean, variance = tf.nn.moments(images, [0, 1, 2])
+        return tf.reduce_mean(tf.nn.batch_normalization(images, mean, variance, None, tf.get_variable("s", [3]), 1e-3) ** 3)
+    images, labels = np.random.rand(7, 6, 6, 3).astype(np.float32), np.arange(7, dtype=np.int64) % 5
+    builder = towers.TowerBuilder(["/cpu:0", "/cpu:1"])
+    replicas = builder.build(model_fn, (images, labels))
+    step = tf.train.get_or_create_global_step()
+    transforms = [towers.accumulate(1), towers.clip_by_global_norm(5.0), towers.check_finite()]
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9), "all", transforms, step)
+    converted = builder.build(tf_syncbn.convert_model(plain), (images,))
+    steps = towers.repeat(lambda: (converted.loss, towers.minimize(converted, tf.train.AdamOptimizer())), 2)
+    fetches = [replicas.merged(), replicas.loss, train_op, steps]
+    with tf.Session(config=towers.session_config(builder.devices)) as session:
+        session.run(tf.global_variables_initializer())
+        session.run(fetches)
+        tf_syncbn.recalibrate(session, replicas, 2)
+"""
+
+
+def warned(program, path):
+    """Returns what comes of a program, a list of str, the last of which is its own."""
+    path.write_text(PROGRAM % program.strip())
+    return subprocess.run([sys.executable, str(path)], cwd=str(ROOT), env=dict(os.environ, PYTHONPATH=str(ROOT)), check=True,
+                          stdout=subprocess.PIPE, universal_newlines=True).stdout.split("\n")[:-1]
+
+
+@pytest.mark.parametrize("program", [IMPORT, BUILD], ids=["import", "build"])
+def test_importing_and_training_a_synced_model_warns_of_nothing(program, tmp_path):
+    assert warned(program, tmp_path / "program.py") == ["program.py: the end is reached"]
