@@ -256,6 +256,24 @@ def test_merged_joins_batches_and_averages_scalars_by_weight():
     assert replicas.merged() is replicas.merged()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("num_towers", [1, 2, 3])
+def test_the_loss_and_merged_outputs_are_named_alike_for_any_number_of_towers(num_towers, weighted):
+    def model(x):
+        outputs = {"loss": tf.reduce_mean(x * tf.get_variable("w", [3])), "rows/of it": {"b": x, "a": tf.shape(x)[0]}, "7": x}
+        return dict(outputs, weight=tf.reduce_sum(x)) if weighted else outputs
+
+    replicas = build(model, (X,), num_towers)
+    merged, average = replicas.merged(), tf.train.ExponentialMovingAverage(0.9)
+    assert replicas.loss.op.name == "global_loss/loss"
+    assert {key: merged[key].op.name for key in ("loss", "7")} == {"loss": "merged/loss", "7": "merged/7"}
+    assert (merged["rows/of it"]["a"].op.name, merged["rows/of it"]["b"].op.name) == ("merged/rows_of_it", "merged/rows_of_it_1")
+    average.apply([merged["loss"], replicas.loss])
+    assert [v.op.name for v in tf.global_variables()][1:] == ["merged/loss/ExponentialMovingAverage",
+                                                              "global_loss/loss/ExponentialMovingAverage"]
+    assert build(lambda x: (x, [x]), (X,), num_towers).merged()[1][0].op.name == "merged_1/output_1"
+
+
 def test_merged_outputs_are_built_outside_of_the_callers_loop_and_control_dependencies():
     replicas, ran = build(lambda x: {"rows": x}, (X,), 2), tf.get_variable("ran", [], initializer=tf.zeros_initializer())
 

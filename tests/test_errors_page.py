@@ -10,6 +10,7 @@ import pytest
 
 import tf_syncbn
 import towers
+import towers.testing
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")

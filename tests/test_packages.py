@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "annotations",
                     "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
-                    "placement", "rows", "batch", "shares", "sharing", "graph_walk", "workers.cluster", "workers.collectives",
-                    "workers.watchdog", "workers.gradient_sums", "workers.variables", "workers.peers", "workers.sessions",
+                    "placement", "rows", "batch", "shares", "sharing", "graph_walk", "draws", "workers.cluster",
+                    "workers.collectives", "workers.watchdog", "workers.gradient_sums", "workers.variables", "workers.peers", "workers.sessions",
                     "workers.plain", "workers.one_client", "workers.connection", "workers.__init__", "logits", "losses", "input",
                     "global_loss", "replicas", "graph_collections", "functions", "likeness", "twins", "ordering", "written",
                     "state", "replicated", "empty_batches", "keras3", "inner_training", "variable_placement", "builder",

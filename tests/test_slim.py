@@ -77,6 +77,33 @@ def test_three_towers_equal_contribs_layer_on_the_whole_batch(shape, arguments):
 
 
 @needs_contrib
+def test_slims_train_op_of_the_global_loss_trains_as_that_of_one_tower(recwarn):
+    def model(x):
+        with contrib.arg_scope([contrib.conv2d], normalizer_fn=contrib.batch_norm,
+                               normalizer_params={"is_training": True, "decay": 0.9},
+                               weights_regularizer=contrib.l2_regularizer(0.1),
+                               weights_initializer=tf.glorot_uniform_initializer(seed=1)):
+            y = contrib.conv2d(contrib.conv2d(x, 4, 3), 2, 3)
+        tf.losses.mean_squared_error(tf.reduce_mean(x, [1, 2])[:, :2], tf.reduce_mean(y, [1, 2]))
+        return tf.losses.get_total_loss()
+
+    def trained(loss_of):
+        with tf.Graph().as_default():
+            train_op = contrib.learning.create_train_op(loss_of(), tf.train.MomentumOptimizer(0.1, 0.9))
+            with session() as made:
+                losses = [made.run(train_op) for _ in range(4)]
+                return losses, made.run({v.op.name: v for v in tf.global_variables()})
+
+    losses, variables = trained(lambda: model(tf.constant(X)))
+    of_towers = trained(lambda: build(tf_syncbn.convert_model(model), (X,), 3).loss)
+    np.testing.assert_allclose(of_towers[0], losses, rtol=1e-5)
+    assert of_towers[1].keys() == variables.keys() and variables["global_step"] == 4
+    for name, value in variables.items():
+        np.testing.assert_allclose(of_towers[1][name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert not [w for w in recwarn if "replicas.loss" in str(w.message)]
+
+
+@needs_contrib
 def test_serves_as_normalizer_fn_under_arg_scope():
     batch_norm = contrib.add_arg_scope(tf_syncbn.slim.batch_norm)
 

@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.support import cpus, session, train_by
+from tests.support import cpus, run, session, train_by
 
 X = np.random.RandomState(2).randn(10, 4)
 SIZES = {"a": [4, 8], "b": [8, 2], "c": [8], "d": [2, 20], "e": []}  # 32, 16, 8, 40 and 1 numbers
@@ -128,6 +128,21 @@ def test_variables_on_the_host_and_the_towers_own_device_are_no_reason_to_warn(r
 
     towers.TowerBuilder(cpus(3), aggregation_device="/cpu:5").build(pinned, (X,))
     assert not [w for w in recwarn if "puts ops of tower" in str(w.message)]
+
+
+def test_a_checkpoint_that_the_model_initializes_from_is_no_reason_to_warn(recwarn, tmp_path):
+    def model(x):
+        v = tf.get_variable("v", [4], tf.float64)
+        tf.train.init_from_checkpoint(path, {"v": v})
+        return tf.reduce_mean(x * v)
+
+    with tf.Graph().as_default():
+        tf.get_variable("v", initializer=tf.constant([1.0, 2.0, 3.0, 4.0], tf.float64))
+        with session() as made:
+            path = tf.train.Saver().save(made, str(tmp_path / "model"))
+    replicas = towers.TowerBuilder(cpus(3)).build(model, (X,))
+    assert not [w for w in recwarn if "puts ops of tower" in str(w.message)]
+    assert run(replicas.loss) == pytest.approx(np.mean(X * [1, 2, 3, 4]), rel=1e-12)
 
 
 @pytest.mark.parametrize("use_resource", [False, True])

@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import ModelFn, Tensor, VariablePlacement
 from towers.batch import PerTower, check_batch, split_batch
 from towers.context import TowerContext, current_tower, enter_tower
+from towers.draws import warn_of_same_draws
 from towers.empty_batches import survive_empty_batches
 from towers.graph_collections import TowerCollections
 from towers.inner_training import refuse_training
@@ -138,6 +139,7 @@ class TowerBuilder:
             if build.peers is not None:
                 build.peers.check_alike("exchanges", build.described_exchanges())
                 build.peers.warn_of_same_draws(towers)
+            warn_of_same_draws(towers)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)

@@ -23,12 +23,12 @@ def watched(loss, update_ops, of_workers=False):
 
     Args:
       loss: scalar tensor.
-      update_ops: list of all towers' operations and tensors; where it is empty `loss` itself is returned.
+      update_ops: list of all towers' operations and tensors; where it is empty nothing is watched.
       of_workers: whether it is the loss of several workers, whose gradient here would be that of one worker's towers: to take it
         is a ValueError.
     """
     if not update_ops and not of_workers:
-        return loss
+        return tf.identity(loss, name="loss")  # the same name for any number of towers
     watch = _Watch(update_ops, len(tf.get_default_graph().get_operations()), of_workers)
     return with_gradient("TowersGlobalLoss", lambda: [tf.identity(loss, name="loss")], "Identity", watch)[0]
 

@@ -1,4 +1,5 @@
 """What a build returns: the towers, the loss of the global batch, and the outputs of all of them as one tower's."""
+import re
 from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union, overload
 
 import tensorflow.compat.v1 as tf
@@ -87,7 +88,8 @@ class Towers:
 
         Tensors of rank 1 or more are joined along axis 0 in the order of the towers. Scalars are averaged by weight;
         integers and booleans among them are averaged as float32. Built by the first call, on the aggregation device, where
-        the towers were built: no loop or control dependency around the call has a part in it.
+        the towers were built: no loop or control dependency around the call has a part in it. What stands under a key of a dict
+        is named for it, "merged/KEY", for any number of towers.
 
         Raises:
           ValueError: under another graph than the towers'.
@@ -101,7 +103,9 @@ class Towers:
                                    "monitored session does it: call it before the session is made.")
             with meetings.where_built(), tf.name_scope("merged"), tf.device(self.aggregation_device):
                 per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
-                leaves = [self._merge(list(leaf)) for leaf in zip(*per_tower)]
+                # tf.train.ExponentialMovingAverage names its variables for the tensors that it averages.
+                leaves = [tf.identity(self._merge(list(leaf)), name=name)
+                          for leaf, name in zip(zip(*per_tower), _names_of(self[0].outputs))]
                 self._merged = tf.nest.pack_sequence_as(self[0].outputs, leaves)
         return self._merged
 
@@ -115,3 +119,11 @@ class Towers:
         if self.peers is not None:  # shares of all workers' batch, of which these outputs are a part
             weights, _ = shares(weights, self.aggregation_device)
         return weighted_sum(leaves, weights)
+
+
+def _names_of(outputs):
+    """Returns a name for each tensor of a structure, as `tf.nest.flatten` orders them: the outermost key that it stands under."""
+    if not isinstance(outputs, dict):
+        return ["output"] * len(tf.nest.flatten(outputs))
+    return [re.sub("[^A-Za-z0-9_.]", "_", str(key)).lstrip("_") or "output"
+            for key in sorted(outputs) for _ in tf.nest.flatten(outputs[key])]

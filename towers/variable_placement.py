@@ -8,8 +8,9 @@ from towers.placement import HOST, check_device
 __all__ = ["TowerDevices", "placement_of", "warn_of_other_devices"]
 
 _VARIABLES = frozenset(["Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"])
-# What goes to where a variable stands, whoever asks for it, and what has no cost anywhere.
-_BESIDE_VARIABLES = frozenset(["ReadVariableOp", "Identity", "Assign", "AssignVariableOp", "Const", "NoOp"])
+# What goes to where a variable stands, whoever asks for it, and what has no cost anywhere. RestoreV2 is what
+# tf.train.init_from_checkpoint puts on the host itself, and runs when variables are initialized.
+_BESIDE_VARIABLES = frozenset(["ReadVariableOp", "Identity", "Assign", "AssignVariableOp", "Const", "NoOp", "RestoreV2"])
 
 
 def placement_of(placement, devices):

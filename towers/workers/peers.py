@@ -7,13 +7,11 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import ancestors
+from towers.draws import drawing_ops, seeds_of
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start, copied
 
 __all__ = ["Peers"]
-
-_DRAWING = ("Random", "TruncatedNormal", "ParameterizedTruncatedNormal", "Multinomial")
 
 
 class Peers:
@@ -54,10 +52,8 @@ class Peers:
         Args:
           towers: list of `towers.Tower`.
         """
-        needed = ancestors([leaf for tower in towers for leaf in tf.nest.flatten(tower.outputs, expand_composites=True)
-                            if hasattr(leaf, "op")], within={op for tower in towers for op in tower.ops})
-        drawing = sorted((op for op in needed if op.type.startswith(_DRAWING)), key=lambda op: op.name)
-        seeds = [[op.get_attr("seed"), op.get_attr("seed2")] for op in drawing]
+        drawing = drawing_ops(towers)
+        seeds = [seeds_of(op) for op in drawing]
         told = self.workers.tell_all(seeds, "building its towers")
         for op, seed in zip(drawing, seeds):
             if any(seed) and any(seed in others for rank, others in enumerate(told) if rank != self.workers.rank):
