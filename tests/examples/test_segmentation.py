@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
-from examples.segmentation import arguments, compare, evaluate, predict, scenes, train
+from examples.segmentation import arguments, compare, evaluate, model, predict, scenes, train
 from tests.examples.test_scenes import write_png
 
 pytestmark = [pytest.mark.xdist_group("segmentation"), pytest.mark.skipif(  # they share trainings
@@ -17,8 +17,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def few_scenes():
-    """An epoch has three steps of 4."""
+    """An epoch has three steps of 4; a stage of the network has one block."""
     patch = pytest.MonkeyPatch()
+    patch.setitem(model.BLOCKS, 18, (1, 1, 1, 1))
     patch.setattr(arguments, "generate", lambda folder, made=scenes.generate: made(folder, 13, 5))
     yield
     patch.undo()
