@@ -85,6 +85,16 @@ def test_examples_lie_where_values_differ(seed, is_known):
         assert layout.axes(tensor) == _differing(result), (tensor.name, tensor.shape, result.shape)
 
 
+def test_a_reshape_to_an_unknown_size_that_known_ones_stand_before_is_answered():
+    """What tf.einsum's gradient of TensorFlow 1.15 makes, and what once was followed for ever."""
+    given = tf.placeholder(tf.float64, [None, 3, 5])
+    first_op = len(tf.get_default_graph().get_operations())
+    flat = tf.reshape(tf.transpose(given, [1, 0, 2]), [tf.shape(given)[0], -1])
+    layout = Layout(tf.get_default_graph().get_operations()[first_op:], [given])
+    value = run(flat, {given: np.broadcast_to(np.arange(4.0).reshape([4, 1, 1]), [4, 3, 5])})
+    assert layout.axes(flat) == _differing(value) == [0, 1]
+
+
 def _differing(value):
     """Returns the axes along which an array is not constant."""
     return [i for i in range(value.ndim) if np.ptp(value, axis=i).any()]

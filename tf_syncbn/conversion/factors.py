@@ -140,7 +140,7 @@ def _take(factors, size):
             return None
         elif number % factor.size == 0:
             number //= factor.size
-        elif number and factor.size % number == 0:
+        elif number not in (0, 1) and factor.size % number == 0:  # by 1, what is left is all unknown
             factors = (factor._replace(size=factor.size // number),) + factors
             factor, number = factor._replace(size=number), 1
         else:
