@@ -119,6 +119,8 @@ def _run(settings, training, session, interruption, record):
             if step < last and interruption.came(training, session):
                 break
         record.save(step)
+    except UsageError as error:
+        raise UsageError("%s The checkpoints in %s are those of earlier steps." % (error, settings.train_dir)) from error
     finally:
         record.close()
     if step < last:
