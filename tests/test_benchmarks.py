@@ -9,7 +9,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from benchmarks import conversion, gpu, graph, law, layer, memory, networks, pictures, pipeline, repeat, report, variants, workers
+from benchmarks import (
+    conversion, gpu, graph, law, layer, long_run, memory, networks, pictures, pipeline, repeat, report, variants, workers)
 from benchmarks.__main__ import BENCHMARKS as benchmarks
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
@@ -160,3 +161,21 @@ def test_the_law_holds_of_synced_towers_in_its_picture_and_of_no_others(tmp_path
     found = {(line[0], line[1].__name__): [synced, unsynced] for line in law.LINES}
     law.draw(found, 2, 5, str(tmp_path / "law.svg"))
     assert "unsynced, float32" in (tmp_path / "law.svg").read_text(encoding="utf-8")
+
+
+def test_a_long_run_is_watched_and_interrupted_as_a_user_would(tmp_path, capsys):
+    assert long_run.main(["--hours", "0.002", "--every", "0.5", "--out", str(tmp_path)]) == 0
+    said, samples = capsys.readouterr().out, (tmp_path / "samples.csv").read_text().splitlines()
+    assert len(samples) > 10 and samples[0].startswith("seconds,step,resident,threads,files,checkpoints,folder")
+    assert (tmp_path / "memory.png").stat().st_size and "Interrupted" in (tmp_path / "training.log").read_text()
+    most = max(int(line.split(",")[2]) for line in samples[1:])
+    assert "memory %.0f MiB at its most" % (most / 2.0 ** 20) in said
+
+
+def test_the_growth_of_a_long_run_is_that_after_its_first_quarter():
+    def grown(bytes_at):
+        return long_run.growth([long_run.Sample(60.0 * i, 0, bytes_at(i), 1, 1, 1, 1) for i in range(241)])
+    assert grown(lambda i: 500 + 1000 * min(i, 60)) == pytest.approx(0, abs=1e-6)
+    assert grown(lambda i: 10 ** 9 + 50 * i) == pytest.approx(3000)
+    with pytest.raises(ValueError, match="a line needs 3"):
+        long_run.growth([long_run.Sample(0.0, 0, 1, 1, 1, 1, 1)])

@@ -98,6 +98,7 @@ def _begin(settings, training, session):
 
 
 def _run(settings, training, session, interruption, record):
+    session.graph.finalize()  # an op that a step made would grow the graph for hours
     session.run(training.broadcast)
     step, last = int(session.run(training.global_step)), training.num_steps
     if step >= last:
