@@ -27,6 +27,7 @@ from towers.replicated import read_once
 from towers.shares import checked_loss, count, scalar_loss, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
+from towers.summed_losses import warn_of_sums
 from towers.turns import TowerMismatchError
 from towers.variable_placement import TowerDevices, placement_of, warn_of_other_devices
 from towers.workers.connection import Workers
@@ -120,7 +121,8 @@ class TowerBuilder:
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
 
         Warns:
-          UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data.
+          UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
+            its loss is a sum over the tower's examples.
 
         Example:
 
@@ -140,6 +142,8 @@ class TowerBuilder:
                 build.peers.check_alike("exchanges", build.described_exchanges())
                 build.peers.warn_of_same_draws(towers)
             warn_of_same_draws(towers)
+            if towers[0].loss is not None:
+                warn_of_sums([tower.loss for tower in towers], towers)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)

@@ -20,6 +20,7 @@ from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
 from towers.replicas import Tower, Towers
 from towers.shares import checked_loss, scalar_loss
+from towers.summed_losses import warn_of_sums
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
 from towers.update_ops import chosen_update_ops
@@ -57,8 +58,8 @@ def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
 
     Warns:
-      UserWarning: of an optimizer with a `compute_gradients` of its own, where there are several towers: one that clips there
-        clips each tower's gradients, and not their average.
+      UserWarning: of a `loss` that is a sum over a tower's examples; of an optimizer with a `compute_gradients` of its own, where
+        there are several towers: one that clips there clips each tower's gradients, and not their average.
     """
     return scaled_gradients(replicas, optimizer, var_list, loss)
 
@@ -71,6 +72,8 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     if len(replicas) > 1:
         _warn_of_own_gradients(optimizer)
     losses = losses_of(replicas, loss)
+    if loss is not None:  # that which the model function returned was looked at when the towers were built
+        warn_of_sums(losses, replicas, stacklevel=4)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where

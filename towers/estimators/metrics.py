@@ -7,7 +7,7 @@ to the tower's batch.
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.estimators.own_data import takes_own_data
+from towers.own_data import takes_own_data
 from towers.graph_walk import ancestors, op_of, writes_of
 from towers.private import rewire
 

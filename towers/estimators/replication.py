@@ -14,7 +14,7 @@ from towers.annotations import ModelFn, TensorLike, Transforms, VariablePlacemen
 from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.estimators.metrics import count_all_examples, merged_metrics
-from towers.estimators.own_data import takes_own_data
+from towers.own_data import takes_own_data
 from towers.estimators.specs import joined, joined_exports, tensors_of_export
 from towers.estimators.steps import build_train_op, leaves_of_group
 from towers.estimators.tower_optimizer import Asked

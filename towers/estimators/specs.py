@@ -1,7 +1,7 @@
 """The `EstimatorSpec` of all towers, of those of each."""
 import tensorflow.compat.v1 as tf
 
-from towers.estimators.own_data import takes_own_data
+from towers.own_data import takes_own_data
 from towers.shares import weighted_sum
 
 __all__ = ["joined", "joined_exports", "tensors_of_export"]

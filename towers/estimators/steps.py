@@ -7,7 +7,7 @@ have transforms that hold it back: these take the place of both, the averaging's
 import tensorflow.compat.v1 as tf
 
 from towers.estimators.gradient_forms import DENSE, NONE, SPARSE
-from towers.estimators.own_data import takes_own_data
+from towers.own_data import takes_own_data
 from towers.gradients import average_gradients, scaled_gradients
 from towers.graph_walk import ancestors, descendants, op_of
 from towers.private import control_flow_of, rewire, run_after

@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import GradsAndVars, Operation, Optimizer, Tensor, Variable
 from towers.context import current_tower, outside_of_tower
 from towers.estimators.gradient_forms import DENSE, NONE, gradient_forms
-from towers.estimators.own_data import takes_own_data
+from towers.own_data import takes_own_data
 from towers.private import control_flow_now
 
 __all__ = ["Asked", "TowerOptimizer"]

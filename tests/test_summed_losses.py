@@ -1,0 +1,130 @@
+"""Losses that are sums over a tower's examples: said where the towers train by less than one tower would, and nowhere else."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import build
+from towers.testing import assert_equals_one_batch
+
+B, C = 12, 4
+X = np.random.RandomState(3).randn(B, C)
+WORDS = "is a sum over the tower's examples"
+
+
+def weights(dtype=tf.float64):
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        return tf.get_variable("w", [C], dtype, tf.ones_initializer())
+
+
+def squares(x):
+    return tf.square(tf.sin(x * weights(x.dtype)) - 0.3)
+
+
+def mean_of_norms(x):
+    return tf.reduce_mean(tf.sqrt(tf.reduce_sum(squares(x), 1)))
+
+
+def decay():
+    return 0.01 * tf.reduce_sum(tf.square(weights()))
+
+
+def fed(x):
+    return tf.placeholder_with_default(np.float64(B), [])
+
+
+SUMS = {
+    "a sum": lambda x: tf.reduce_sum(squares(x)),
+    "by the whole batch": lambda x: tf.reduce_sum(squares(x)) / B,
+    "times its inverse": lambda x: (1.0 / B) * tf.reduce_sum(squares(x)),
+    "of all entries": lambda x: tf.reduce_sum(squares(x)) / (B * C),
+    "of a number fed": lambda x: tf.reduce_sum(squares(x)) / fed(x),
+    "of classes, then examples": lambda x: tf.reduce_sum(tf.reduce_sum(squares(x), 1)) / B,
+    "of squares": lambda x: tf.nn.l2_loss(squares(x)),
+    "and a decay": lambda x: tf.add_n([tf.reduce_sum(squares(x)[:, 0]) / B, decay()]),
+    "beside a mean": lambda x: tf.reduce_mean(squares(x)) - 0.1 * tf.reduce_sum(x * squares(x)) / 77,
+    "of tf.losses": lambda x: tf.losses.mean_squared_error(x, squares(x), reduction="weighted_sum"),
+    "of a product": lambda x: tf.reduce_sum(tf.matmul(squares(x), tf.ones([C, 3], tf.float64))) / (3 * B),
+    "of means": lambda x: tf.reduce_sum(tf.reduce_mean(squares(x), 1)) / B,
+    "in the graph of a dict": lambda x: {"loss": tf.reduce_sum(squares(x)) / B, "weight": tf.shape(x)[0]}}
+
+MEANS = {
+    "a mean": lambda x: tf.reduce_mean(squares(x)),
+    "by the tower's examples": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.shape(x)[0], tf.float64),
+    "without examples too": lambda x: tf.div_no_nan(tf.reduce_sum(squares(x)), tf.cast(tf.size(x), tf.float64)),
+    "of sums": lambda x: tf.reduce_mean(tf.reduce_sum(squares(x), 1)),
+    "a sum of means": lambda x: tf.reduce_sum(tf.reduce_mean(squares(x), 0)),
+    "a sum of means, turned": lambda x: tf.reduce_sum(tf.reduce_mean(tf.transpose(squares(x)), 1)),
+    "a sum of products of all examples": lambda x: tf.reduce_sum(
+        tf.matmul(x, squares(x), transpose_a=True) / tf.cast(tf.shape(x)[0], tf.float64)),
+    "with a decay": lambda x: mean_of_norms(x) + decay() / B,
+    "of tf.losses": lambda x: tf.losses.mean_squared_error(x, squares(x)),
+    "of tf.losses over the batch": lambda x: tf.losses.absolute_difference(
+        x, squares(x), reduction="weighted_sum_over_batch_size"),
+    "of the sum of all": lambda x: towers.all_reduce(tf.reduce_sum(squares(x))) / B,
+    "times the towers": lambda x: tf.reduce_sum(squares(x)) / B * towers.current_tower().num_towers}
+
+# Those that count on what is known while the graph is built.
+MEANS_OF_KNOWN_SIZE = {
+    "by a number": lambda x: tf.reduce_sum(squares(x)) / int(x.shape[0]),
+    "by a number of entries": lambda x: tf.reduce_sum(squares(x)) / (int(x.shape[0]) * C),
+    "by half of it": lambda x: 0.5 * tf.reduce_sum(squares(x)) / int(x.shape[0]),
+    "of squares": lambda x: tf.nn.l2_loss(squares(x)) / int(x.shape[0]),
+    "of the flattened": lambda x: tf.reduce_sum(tf.reshape(squares(x), [-1])) / int(x.shape[0])}
+
+
+def batch_for(name):
+    """Returns the batch, in float32 for what computes in it always."""
+    return (X.astype(np.float32) if "tf.losses" in name else X,)
+
+
+@pytest.fixture
+def silent():
+    """Makes our warning an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + WORDS)
+        yield
+
+
+def of_unknown_size(model):
+    return lambda x: model(tf.placeholder_with_default(x, [None, C]))
+
+
+@pytest.mark.parametrize("name", sorted(SUMS))
+@pytest.mark.parametrize("num_towers", [2, 3])
+def test_a_sum_over_examples_is_not_what_one_tower_trains_by_and_is_said(name, num_towers):
+    for model in (SUMS[name], of_unknown_size(SUMS[name])):
+        with pytest.warns(UserWarning, match=WORDS + r".* over %d towers .* come to 1/%d" % (num_towers, num_towers)):
+            with pytest.raises(AssertionError):
+                assert_equals_one_batch(model, batch_for(name), num_towers)
+
+
+@pytest.mark.parametrize("name", sorted(MEANS))
+@pytest.mark.parametrize("num_towers", [2, 3])
+def test_a_mean_over_examples_is_one_towers_and_passes_in_silence(name, num_towers, silent):
+    for model in (MEANS[name], of_unknown_size(MEANS[name])):
+        assert_equals_one_batch(model, batch_for(name), num_towers)
+
+
+@pytest.mark.parametrize("name", sorted(MEANS_OF_KNOWN_SIZE))
+@pytest.mark.parametrize("num_towers,sizes", [(2, None), (3, None), (4, None), (3, [1, 7, 4])])
+def test_a_mean_by_the_number_of_the_towers_own_examples_passes_in_silence(name, num_towers, sizes, silent):
+    assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], (X,), num_towers, sizes)
+
+
+def test_one_tower_may_add_up(silent):
+    assert_equals_one_batch(SUMS["a sum"], (X,), 1)
+
+
+def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):
+    def model(x):
+        return {"mean": tf.reduce_mean(squares(x)), "sum": tf.reduce_sum(squares(x)) / B}
+
+    replicas = build(model, (X,), 2)
+    towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(0.1), loss="mean")
+    with pytest.warns(UserWarning, match=WORDS) as caught:
+        warnings.simplefilter("always")
+        towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(0.1), loss="sum")
+    assert [w.filename for w in caught if WORDS in str(w.message)] == [__file__]
