@@ -22,6 +22,7 @@ from towers.meetings import Meetings
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
                               on_machine_of, warn_of_absent_devices)
 from towers.private import take_in
+from towers.regrouping import warn_of_regrouping
 from towers.replicas import Tower, Towers
 from towers.replicated import read_once
 from towers.shares import checked_loss, count, scalar_loss, shares
@@ -122,7 +123,7 @@ class TowerBuilder:
 
         Warns:
           UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
-            its loss is a sum over the tower's examples.
+            its loss is a sum over the tower's examples, or it reshapes them by a batch size of its own.
 
         Example:
 
@@ -142,6 +143,7 @@ class TowerBuilder:
                 build.peers.check_alike("exchanges", build.described_exchanges())
                 build.peers.warn_of_same_draws(towers)
             warn_of_same_draws(towers)
+            warn_of_regrouping(towers)
             if towers[0].loss is not None:
                 warn_of_sums([tower.loss for tower in towers], towers)
             if alike and len(towers) > 1:

@@ -3,22 +3,19 @@
 A model that divides a sum by the batch size, a number of its own, has in N towers N losses of a part of the examples each,
 divided by the number of all: their average is N times too small, and so is every gradient, which no other check would see.
 """
-import itertools
 import warnings
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.exchanges import stands_at_exchange
-from towers.graph_walk import VARIABLES, end_of
-from towers.own_data import takes_own_data
+from towers.graph_walk import VARIABLES
+from towers.own_data import lies_along_examples, products, sizes_of_examples, takes_own_data
 
 __all__ = ["warn_of_sums"]
 
 # What hands on a sum, or the terms of one.
 _PASSES = frozenset(["Add", "AddV2", "AddN", "Cast", "CheckNumerics", "ExpandDims", "Identity", "Neg", "Pack", "Reshape",
                      "Squeeze", "Sub"])
-_REDUCTIONS = frozenset(["All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"])
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
 _GIVEN = VARIABLES | frozenset(["Const", "Placeholder", "PlaceholderWithDefault"])
 
@@ -37,9 +34,9 @@ def warn_of_sums(losses, towers, stacklevel=3):
     num_towers, context = towers[0].context.num_towers, towers[0].context
     if num_towers == 1:
         return
-    sizes = [_sizes(tower) for tower in towers]
+    sizes = sizes_of_examples(towers)
     for summed, divisors in _sums(losses[0], context):
-        if _lies_along_examples(summed, context) and not _is_a_mean(summed, divisors, sizes, num_towers):
+        if lies_along_examples(summed, context) and not _is_a_mean(summed, divisors, sizes):
             warnings.warn(
                 "The loss of a tower (%r) is a sum over the tower's examples (%r), divided by nothing of the tower's, and towers "
                 "average their losses: over %d towers it and its gradients come to 1/%d of those of one tower on the whole "
@@ -47,12 +44,6 @@ def warn_of_sums(losses, towers, stacklevel=3):
                 "meant as a sum is multiplied by towers.current_tower().num_towers."
                 % (losses[0].name, summed.name, num_towers, num_towers), stacklevel=stacklevel)
             return
-
-
-def _sizes(tower):
-    """Returns the sizes along axis 0 that a tower's batch is known to have, a set."""
-    leaves = [leaf for leaf in tf.nest.flatten(tower.context.batch, expand_composites=True) if tf.is_tensor(leaf)]
-    return {leaf.shape.as_list()[0] for leaf in leaves if leaf.shape.rank} - {None}
 
 
 def _sums(loss, context):
@@ -107,54 +98,20 @@ def _is_given(tensor):
     return _number(tensor) is not None or tensor.op.type in _GIVEN
 
 
-def _lies_along_examples(tensor, context):
-    """Tells whether a tensor's first axis is that of the tower's batch, through all that keeps it."""
-    own = {end_of(leaf) for leaf in tf.nest.flatten(context.batch, expand_composites=True)
-           if tf.is_tensor(leaf) and leaf.shape.rank != 0}
-    seen, stack = set(), [tensor]
-    while stack:
-        tensor = stack.pop()
-        op = tensor.op
-        if end_of(tensor) in own:
-            return True
-        if op in seen or tensor.shape.rank == 0 or op in context.meetings.stand_ins or stands_at_exchange(op) or _turns(op):
-            continue
-        seen.add(op)
-        stack.extend(op.inputs)
-    return False
-
-
-def _turns(op):
-    """Tells whether an op's output has another first axis than its input."""
-    if op.type in _REDUCTIONS:
-        axes, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].shape.rank
-        return axes is None or rank is None or 0 in np.reshape(axes, -1) % max(rank, 1)
-    if op.type == "Transpose":
-        order = tf.get_static_value(op.inputs[1])
-        return order is None or len(order) > 0 and order[0] != 0
-    return op.type == "MatMul" and op.get_attr("transpose_a")
-
-
-def _is_a_mean(summed, divisors, sizes, num_towers):
+def _is_a_mean(summed, divisors, sizes):
     """Tells whether a sum along the examples, divided by some numbers, may be divided by how many the tower has.
 
     That is where some of the numbers together are a multiple of the tower's examples and none of the whole batch's, or the
     number of what is added up along the batch's axis and any others: a sum over [2, 7, 3] divided by 2, 14, 6 or 42.
     """
     shape = summed.shape.as_list()
-    own = [size for size in sizes[0] if size and shape[0] is not None and shape[0] % size == 0]
+    own = [size for size in sizes if shape[0] is not None and shape[0] % size == 0]
     if not own:  # the model could not know
         return False
-    size = max(own)
-    whole = sum(max(of_tower, default=0) for of_tower in sizes) if len(sizes) == num_towers else size * num_towers
-    others = [number for number in [shape[0] // size] + shape[1:] if number is not None]
-    means = [size * number for number in _products(others)]
+    size, whole = max(own), sizes[max(own)]
+    means = [size * number for number in products([shape[0] // size] + shape[1:])]
     return any(_is_multiple(number, size) and not _is_multiple(number, whole)
-               or any(abs(number / mean - 1) < 1e-6 for mean in means) for number in _products(divisors))
-
-
-def _products(numbers):
-    return {float(np.prod(some)) for count in range(len(numbers) + 1) for some in itertools.combinations(numbers, count)}
+               or any(abs(number / mean - 1) < 1e-6 for mean in means) for number in products(divisors))
 
 
 def _is_multiple(number, of):
