@@ -114,6 +114,11 @@ def test_a_mean_by_the_number_of_the_towers_own_examples_passes_in_silence(name,
     assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], (X,), num_towers, sizes)
 
 
+def test_a_sum_over_one_example_of_each_tower_is_said_too():
+    with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
+        assert_equals_one_batch(SUMS["a sum"], (X[:3],), 3)
+
+
 def test_one_tower_may_add_up(silent):
     assert_equals_one_batch(SUMS["a sum"], (X,), 1)
 

@@ -65,10 +65,10 @@ def sizes_of_examples(towers):
     return {sizes[0]: sum(sizes) + missing * sizes[0] for sizes in known if None not in sizes and sizes[0]}
 
 
-def products(numbers):
-    """Returns all products of some of a list of numbers, None among them left out: a set of floats."""
+def products(numbers, fewest=0):
+    """Returns all products of `fewest` or more of a list of numbers, None among them left out: a set of floats."""
     numbers = [number for number in numbers if number is not None]
-    return {float(np.prod(some)) for count in range(len(numbers) + 1) for some in itertools.combinations(numbers, count)}
+    return {float(np.prod(some)) for count in range(fewest, len(numbers) + 1) for some in itertools.combinations(numbers, count)}
 
 
 def _own_leaves(context):

@@ -111,7 +111,7 @@ def _is_a_mean(summed, divisors, sizes):
     size, whole = max(own), sizes[max(own)]
     means = [size * number for number in products([shape[0] // size] + shape[1:])]
     return any(_is_multiple(number, size) and not _is_multiple(number, whole)
-               or any(abs(number / mean - 1) < 1e-6 for mean in means) for number in products(divisors))
+               or any(abs(number / mean - 1) < 1e-6 for mean in means) for number in products(divisors, fewest=1))
 
 
 def _is_multiple(number, of):
