@@ -180,7 +180,7 @@ def test_a_pool_of_one_thread_reads_a_data_set_and_trains():
 
 
 def described(graph):
-    """Returns what stands in a graph: of each op its name, type, device, inputs and attributes, functions by what they compute."""
+    """Returns what stands in a graph: each op's name, type, device, inputs and attributes, functions by what they compute."""
     functions = Functions(graph)
     return [(op.name, op.type, op.device, [tensor.name for tensor in op.inputs], sorted(c.name for c in op.control_inputs),
              functions.attributes(op.node_def)) for op in graph.get_operations()]

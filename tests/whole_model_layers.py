@@ -10,7 +10,54 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.test_recurrent import Gru
-from tests.whole_models import CHANNELS, CLASSES, INPUTS, TIME, WORDS, is_converted
+from tests.whole_models import CHANNELS, CLASSES, INPUTS, SYNC, TIME, WORDS, is_converted
+
+
+def _in_loop(net, x, normalize):
+    return tf.while_loop(lambda turn, _: turn < 2, lambda turn, y: (turn + 1, normalize(y)), (0, x))[1]
+
+
+def _in_cond(net, x, normalize):
+    return tf.cond(net.batch["rate"] > 0.5, lambda: normalize(x), lambda: tf.identity(x))
+
+
+def _last_of(net, x, change):
+    tower = towers.current_tower()
+    return change(x) if tower and tower.index == tower.num_towers - 1 else x
+
+
+def _by_sync(net):
+    return lambda x: net._synced(x, dict(SYNC))
+
+
+def _by_moments(net):
+    return lambda x: net._plainly_normalized(x, dict(momentum=0.9, epsilon=1e-3, center=False, scale=False, form="moments"))
+
+
+# What the library can't make exact, and what it says, by names; the model is to have batch norms of its own, or none, or either.
+REFUSED = {
+    "sync in loop": (lambda net, x: _in_loop(net, x, _by_sync(net)), None, "control flow|tf.while_loop"),
+    "sync in cond": (lambda net, x: _in_cond(net, x, _by_sync(net)), None, "control flow|tf.cond"),
+    "by hand in loop": (lambda net, x: _in_loop(net, x, _by_moments(net)), True, "tf.while_loop|can't meet in a function, loop"),
+    "by hand in cond": (lambda net, x: _in_cond(net, x, _by_moments(net)), True, "tf.cond|can't meet in a function, loop"),
+    "slopes through what is by hand": (
+        lambda net, x: x + tf.gradients(tf.sin(_by_moments(net)(x)), x)[0], True, "takes gradients through the batch norm"),
+    "other constant": (lambda net, x: x * (1 + (towers.current_tower().index if towers.current_tower() else 0)), None,
+                       "Towers have to compute alike"),
+    "other layer": (lambda net, x: _last_of(net, x, tf.sin), None, "Towers have to compute alike"),
+    "other variable": (lambda net, x: _last_of(net, x, lambda y: y * variable("late", [])), None, "which tower 0 does not make"),
+    "other exchange": (lambda net, x: _last_of(net, x, _by_sync(net)), None, "that tower 0 has not|does not make|Towers differ"),
+    "other argument": (lambda net, x: net._synced(x, dict(SYNC, epsilon=_last_of(net, 0.001, lambda _: 0.1))), None,
+                       "epsilon is 0.001 in tower 0 and 0.1 in tower"),
+    "training within": (lambda net, x: _trains(x), None, "The model function applies gradients"),
+}
+
+
+def _trains(x):
+    w = variable("w", [])
+    with tf.control_dependencies([tf.train.GradientDescentOptimizer(0.1).minimize(tf.reduce_mean(x) * w, var_list=[w])]):
+        return tf.identity(x)
+
 
 POINT = {"vectors": [], "sequences": [1], "images": [1, 1], "images, channels first": [1, 1]}
 
@@ -62,7 +109,8 @@ class _Network:
     def losses(self, losses, features, added):
         kind, valid = self.model.loss, self.batch["valid"]
         if kind == "weighted":
-            return {"loss": tf.div_no_nan(tf.reduce_sum(losses * valid), tf.reduce_sum(valid)) + added, "weight": tf.reduce_sum(valid)}
+            count = tf.reduce_sum(valid)
+            return {"loss": tf.div_no_nan(tf.reduce_sum(losses * valid), count) + added, "weight": count}
         if kind == "weighted by all":
             num_towers = towers.all_reduce(tf.ones([], tf.float64))
             mean = tf.reduce_sum(losses * valid) / towers.all_reduce(tf.reduce_sum(valid))
@@ -180,12 +228,17 @@ class _Network:
         return x + y
 
     def _sync(self, x, layer):
-        return self._once_or_twice(x, layer, self._plainly_normalized if self.plain and not layer.options["renorm"] else self._synced)
+        by_hand = self.plain and not layer.options["renorm"]
+        return self._once_or_twice(x, layer, self._plainly_normalized if by_hand else self._synced)
 
     def _by_hand(self, x, layer):
-        return self._once_or_twice(x, layer, self._by_tf_layers if layer.options["form"] == "tf.layers" else self._plainly_normalized)
+        by_tf_layers = layer.options["form"] == "tf.layers"
+        return self._once_or_twice(x, layer, self._by_tf_layers if by_tf_layers else self._plainly_normalized)
 
-    _local = _by_hand  # as a layer that nothing converts
+    _local = _by_hand  # where nothing converts it
+
+    def _refused(self, x, layer):
+        return REFUSED[layer.options["why"]][0](self, x)
 
     def _once_or_twice(self, x, layer, normalize):
         y = normalize(x, layer.options)

@@ -1,7 +1,7 @@
 """Trains the models that `tests.whole_models` describes, on towers and without them, and says how far they are apart."""
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -16,7 +16,7 @@ HEAD = "net/head/kernel"
 MASK = np.arange(9).reshape([3, 3]) % 2
 CLIP_NORM = 0.5
 ACCUMULATED = 2
-NOT_EXACT = ("convert_model: what looks like a batch norm", "Each tower writes the variable")  # warnings that no model here may get
+NOT_EXACT = ("convert_model: what looks like a batch norm", "Each tower writes the variable")  # warnings that no model may get
 OPTIMIZERS = {
     "sgd": lambda: tf.train.GradientDescentOptimizer(0.05),
     "momentum": lambda: tf.train.MomentumOptimizer(0.05, 0.9),
@@ -55,7 +55,7 @@ def difference(one, other):
         for name in set(ours).intersection(theirs) if kind == "gradients" and {} in (ours, theirs) else ours:
             by = _largest(ours[name] - theirs[name])
             held_against = max(_largest(ours[name]), largest_step) if kind == "final" else scale
-            found.append((by / held_against if by else 0.0, kind + " " + name) if np.isfinite(by) else (np.inf, kind + " " + name))
+            found.append((np.inf if not np.isfinite(by) else by / held_against if by else 0.0, kind + " " + name))
     return max(found)
 
 
@@ -139,7 +139,8 @@ def _tower_step(case, replicas, key, left_out):
         return grads
 
     transforms = {
-        "clip_by_global_norm": lambda: towers.clip_by_global_norm(CLIP_NORM), "accumulate": lambda: towers.accumulate(ACCUMULATED),
+        "clip_by_global_norm": lambda: towers.clip_by_global_norm(CLIP_NORM),
+        "accumulate": lambda: towers.accumulate(ACCUMULATED),
         "mask_gradients": lambda: towers.mask_gradients({HEAD: MASK})}
     chosen = [transforms[name]() for name in _transforms(case, left_out)]
     train_op = towers.minimize(replicas, OPTIMIZERS[training.optimizer](), training.policy, [note] + chosen,

@@ -2,6 +2,7 @@
 
 `tests.whole_model_layers` builds a model function of one, `tests.whole_model_training` trains it on towers and without them.
 """
+import itertools
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from tests.support import has_tf_layers
 
 CHANNELS, TIME, WORDS, CLASSES = 3, 4, 5, 3
-INPUTS = {"vectors": [CHANNELS], "sequences": [TIME, CHANNELS], "images": [3, 4, CHANNELS], "images, channels first": [CHANNELS, 3, 4]}
+INPUTS = {"vectors": [CHANNELS], "sequences": [TIME, CHANNELS], "images": [3, 4, CHANNELS],
+          "images, channels first": [CHANNELS, 3, 4]}
+STATES = ("counter", "running mean", "power iteration")
 FUNCTIONS = ("tanh", "relu", "softplus", "sin", "elu")
 LOSSES = ("scalar", "dict", "weighted", "weighted by all", "two")
 PLACEMENTS = ("host", "first", "replicated", "round_robin", "balanced")
@@ -20,6 +23,11 @@ POLICIES = ("first", "all", "last", "none")
 DEPTHS = (1, 1, 2, 2, 3, 3, 4, 5, 6)  # most of the time is the building of graphs
 # What stands where moments are taken by hand, for convert_model to find.
 BY_HAND = ("moments", "squares", "weighted") + (("tf.layers",) if has_tf_layers() else ())
+
+
+# The arguments of a `sync_batch_norm` that is an ordinary one.
+SYNC = dict(momentum=0.9, epsilon=1e-3, center=True, scale=True, twice=False, mask=None, renorm=False, fused=None, unbiased=None,
+            training=None, trainable=True, updates="collected", positive_axis=False)
 
 
 class Layer(NamedTuple):
@@ -116,7 +124,7 @@ def _layer(draw, inputs, kinds):
         "nonlinearity": lambda: dict(function=draw(st.sampled_from(FUNCTIONS))),
         "dense": lambda: dict(twice=mostly(draw, False, True)),
         "pool": lambda: dict(largest=draw(st.booleans())),
-        "state": lambda: dict(form=draw(st.sampled_from(["counter", "running mean", "power iteration"])), inline=draw(st.booleans())),
+        "state": lambda: dict(form=draw(st.sampled_from(STATES)), inline=draw(st.booleans())),
     }.get(kind, dict)()
     return Layer(kind, options)
 
@@ -199,3 +207,25 @@ def divided(batch: dict, sizes: list) -> Any:
     """Returns a list over towers of their parts of a batch."""
     ends = np.cumsum(sizes)
     return [{key: value[end - n:end] if value.ndim else value for key, value in batch.items()} for n, end in zip(sizes, ends)]
+
+
+def all_features():
+    """Returns those that have to be drawn at times: each kind of layer, and each value of each option."""
+    return {
+        *INPUTS, "sync", "by hand", "nonlinearity", "dense", "residual", "concatenated", "embedding", "unused", "all_reduce",
+        "state", "conv", "depthwise", "pool", "while_loop", "cond", "dynamic_rnn", "empty tower", "uneven", "even",
+        *("loss " + kind for kind in LOSSES), *("depth %d" % n for n in DEPTHS), *("%d towers" % n for n in range(1, 6)),
+        *("nonlinearity function " + name for name in FUNCTIONS), *("by hand form " + form for form in BY_HAND),
+        *("placement " + name for name in PLACEMENTS), *("optimizer " + name for name in OPTIMIZERS),
+        *("transforms " + name for name in TRANSFORMS), *("policy " + name for name in POLICIES),
+        *("split " + name for name in ("given", "known", "unknown")), *("resource %s" % flag for flag in (None, True)),
+        *("sync mask %s" % mask for mask in (None, "examples", "weights", "steps")),
+        *("sync training %s" % value for value in (None, True, "fed", False)),
+        *("sync updates " + where for where in ("collected", "inline", "left alone")),
+        *("sync %s %s" % pair for pair in itertools.product(("fused", "unbiased"), (None, True, False))),
+        *("%s %s" % pair for pair in itertools.product((
+            "sync twice", "sync renorm", "sync center", "sync scale", "sync trainable", "sync positive_axis", "by hand twice",
+            "dense twice", "pool largest", "state inline", "regularized", "penalty", "repeated", "rewritten"), (True, False))),
+        *("sync momentum %s" % m for m in (0.9, 0.99, 0.5, 0.0)), *("sync epsilon %s" % e for e in (1e-3, 0.1)),
+        *("state form " + form for form in STATES),
+        *("by hand mask %s" % mask for mask in (None, "examples", "weights"))}
