@@ -80,7 +80,7 @@ def with_corrections(aggregate, training, mean, stddev, limits, epsilon, tower):
         for group, whole in merged:
             if group.name not in of_group:
                 bounds = [_in_dtype(limits[key], group.dtype) for key in ("rmin", "rmax", "dmax")]
-                with tf.control_dependencies([group]):
+                with tf.control_dependencies([tf.identity(group)]):  # see `call`
                     values = mean.read_value(), stddev.read_value()
                 of_group[group.name] = tf.identity(call(corrections, group, training, *values, *bounds, epsilon=epsilon))
         update_after(list(of_group.values()), [mean, stddev], tower)
