@@ -1,4 +1,6 @@
 """sync_batch_norm against NumPy in float64: values, gradients, moving averages, and what it refuses."""
+import functools
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -356,20 +358,21 @@ def test_backward_keeps_the_input_and_two_vectors():
     assert gradient is not None
 
 
+@pytest.mark.parametrize("updates_collections", [tf.GraphKeys.UPDATE_OPS, None])
 @pytest.mark.parametrize("num_towers", [0, 1, 3])
-def test_layer_applied_twice_moves_its_averages_twice_in_order(num_towers):
+def test_layer_applied_twice_moves_its_averages_twice_in_order(num_towers, updates_collections):
     x = np.random.RandomState(0).randn(6, 3) + 2
 
     def model(x):
-        first = tf_syncbn.sync_batch_norm(x, momentum=MOMENTUM, training=True, name="bn")
-        second = tf_syncbn.sync_batch_norm(x * 3 + 1, momentum=MOMENTUM, training=True, name="bn", reuse=True)
-        return first + second
+        layer = functools.partial(tf_syncbn.sync_batch_norm, momentum=MOMENTUM, training=True, name="bn",
+                                  updates_collections=updates_collections)
+        return layer(x) + layer(x * 3 + 1, reuse=True)
 
     if num_towers:
-        updates = towers.collect_update_ops(build(model, (x,), num_towers))
+        replicas = build(model, (x,), num_towers)
+        updates = towers.collect_update_ops(replicas) + [replicas[0].outputs]
     else:
-        model(tf.constant(x))
-        updates = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
+        updates = [model(tf.constant(x))] + tf.get_collection(tf.GraphKeys.UPDATE_OPS)
     moving = tf.global_variables()[-2]
     with session() as made:
         for _ in range(50):

@@ -96,7 +96,8 @@ def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast", "contextlib", "copy", "ctypes",
                    "functools", "hashlib", "importlib", "inspect", "itertools", "json", "operator", "os", "random", "re",
-                   "shutil", "signal", "socket", "subprocess", "sys", "threading", "time", "typing", "warnings", "zlib"}
+                   "shutil", "signal", "socket", "subprocess", "sys", "threading", "time", "typing", "warnings",
+                   "weakref", "zlib"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 
 

@@ -71,6 +71,35 @@ def test_steps_equal_numpys_and_corrections_are_read_before_they_move(num_towers
         np.testing.assert_allclose(moving[name], value, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.parametrize("use_resource", [False, True])
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("num_towers", [1, 3])
+def test_a_layer_applied_twice_reads_before_collected_updates_and_after_inline_ones(num_towers, inline, use_resource):
+    arguments = dict(center=False, scale=False, updates_collections=None if inline else tf.GraphKeys.UPDATE_OPS)
+
+    def model(x):
+        with tf.variable_scope("", use_resource=use_resource):
+            first = layer(x, **arguments)
+            for _ in range(20):  # so that a collected update would have time to come before the second correction
+                first = tf.identity(tf.sin(first))
+            return layer(first, reuse=True, **arguments)
+
+    first = BATCHES[1]  # of moving moments 0 and 1, and without limits, nothing is normalized
+    (mean, stddev), rate = moments(first), 1 - RENORM_KEEP
+    for _ in range(20):
+        first = np.sin(first)
+    expected = first
+    if inline:
+        expected = (first - rate * mean) / (1 + rate * (stddev - 1))
+    replicas = build(model, (BATCHES[1],), num_towers)
+    fetches, averaged = [replicas.merged(), towers.collect_update_ops(replicas)], tf.global_variables("bn/renorm_mean")
+    with session() as made:
+        for _ in range(10):
+            made.run(tf.global_variables_initializer())
+            np.testing.assert_allclose(made.run(fetches)[0], expected, atol=1e-9)
+        np.testing.assert_allclose(made.run(averaged)[0], rate * (RENORM_KEEP * mean + moments(first)[0]), atol=1e-9)
+
+
 def test_without_gamma_and_beta_the_corrections_still_apply():
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, renorm=True, epsilon=EPSILON, center=False, scale=False),
                      (BATCHES[1],), 2)

@@ -146,7 +146,7 @@ def sync_batch_norm(
         mask = check_mask(mask, inputs, axis, scope.name)
         when = None if training is True else training
         correct = functools.partial(with_corrections, training=when, mean=moving[3], stddev=moving[4], limits=limits,
-                                    epsilon=epsilon) if renorm else None
+                                    epsilon=epsilon, tower=tower) if renorm else None
         arguments = dict(momentum=momentum, updates_collections=updates_collections, unbiased=unbiased, fused=fused,
                          renorm=renorm, **({"renorm_momentum": renorm_momentum} if renorm else {}),
                          **{"renorm_clipping " + key: limits[key] for key in sorted(limits)})

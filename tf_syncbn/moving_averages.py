@@ -6,14 +6,16 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import written_variable
+from towers.graph_walk import ancestors, written_variable
+from towers.private import control_flow_now, control_flow_of, run_after
 from tf_syncbn.kernels.graph_function import call
 from tf_syncbn.kernels.moments import bessel, split
 
 __all__ = ["AveragedLayer", "averaged_layers", "collect_updates", "moving_average_steps", "remember_layer", "share_of_new",
-           "steps_where_counted", "update_ops"]
+           "steps_where_counted", "update_after", "update_ops"]
 
 _LAYERS = "_tf_syncbn_averaged_layers"  # attribute of a graph, a list of (meetings of a build or None, AveragedLayer)
+_UPDATES = "_tf_syncbn_updates"  # attribute of a graph, a list of (meetings of a build or None, (op, whether it is inline))
 
 
 class AveragedLayer(NamedTuple):
@@ -37,16 +39,24 @@ class AveragedLayer(NamedTuple):
 
 def remember_layer(layer, tower):
     """Notes an `AveragedLayer` of the graph with the build of `tower`; None stands for 'outside of towers'."""
-    graph = tf.get_default_graph()
-    if not hasattr(graph, _LAYERS):
-        setattr(graph, _LAYERS, [])
-    getattr(graph, _LAYERS).append((None if tower is None else tower.meetings, layer))
+    _remember(_LAYERS, layer, tower)
 
 
 def averaged_layers(graph, tower):
     """Returns the `AveragedLayer`s of the build that `tower` is of, in the order in which they were made."""
+    return _remembered(_LAYERS, graph, tower)
+
+
+def _remember(attribute, item, tower):
+    graph = tf.get_default_graph()
+    if not hasattr(graph, attribute):
+        setattr(graph, attribute, [])
+    getattr(graph, attribute).append((None if tower is None else tower.meetings, item))
+
+
+def _remembered(attribute, graph, tower):
     build = None if tower is None else tower.meetings
-    return [layer for of_build, layer in getattr(graph, _LAYERS, []) if of_build is build]
+    return [item for of_build, item in getattr(graph, attribute, []) if of_build is build]
 
 
 def moving_average_steps(moments, momentum, training, moving_mean, moving_variance, *, keep, unbiased, known=None):
@@ -93,7 +103,7 @@ def update_ops(variables, kernel, tensors, collections, tower, **static):
     """Returns the ops that subtract from each variable what `kernel(*tensors, *values, **static)` gives for it.
 
     A layer that is applied more than once in a step moves its averages once for each, one after the other: each reads what
-    the earlier ones wrote, which are found in `collections`, see `collect_updates`.
+    the earlier ones wrote, which are found in `collections`, see `collect_updates`, and among those that ran inline.
     """
     earlier = _earlier_updates(collections, tower)
     with tf.control_dependencies([op for op in earlier if written_variable(op) in [v.op for v in variables]]):
@@ -102,13 +112,30 @@ def update_ops(variables, kernel, tensors, collections, tower, **static):
     # are there to be waited for; see `call`.
     steps = [tf.identity(step) for step in call(kernel, *tensors, *values, **static)]
     with tf.control_dependencies(steps):
-        return [tf.assign_sub(variable, step, name="update_" + variable.op.name.split("/")[-1]).op
-                for variable, step in zip(variables, steps)]
+        updates = [tf.assign_sub(variable, step, name="update_" + variable.op.name.split("/")[-1]).op
+                   for variable, step in zip(variables, steps)]
+    for update in updates:
+        _remember(_UPDATES, (update, collections is None), tower)
+    return updates
+
+
+def update_after(reads, variables, tower):
+    """Makes updates of variables that a layer, applied again, reads now wait for the reads, unless the reads wait for them."""
+    graph, names = tf.get_default_graph(), [variable.op.name for variable in variables]
+    updates = [op for op, _ in _remembered(_UPDATES, graph, tower)
+               if written_variable(op).name in names and control_flow_of(op) is control_flow_now(graph)]
+    before = ancestors(reads) if updates else ()
+    for op in updates:
+        if op not in before:
+            run_after(op, [read.op for read in reads])
 
 
 def _earlier_updates(collections, tower):
-    """Returns the update ops collected so far, among them those of this layer if it was applied before."""
-    items = list(tower.shared_updates) if tower is not None else []
+    """Returns the update ops collected or inline so far, among them those of this layer if it was applied before."""
+    graph = tf.get_default_graph()
+    items = [op for op, is_inline in _remembered(_UPDATES, graph, tower)
+             if is_inline and control_flow_of(op) is control_flow_now(graph)]
+    items += tower.shared_updates if tower is not None else []
     for collection in [collections] if isinstance(collections, str) else collections or ():
         items += tf.get_collection(collection)
     return [item for item in items if isinstance(item, tf.Operation)]

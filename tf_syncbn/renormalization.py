@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.graph_function import call
 from tf_syncbn.kernels.moments import split
-from tf_syncbn.moving_averages import share_of_new, steps_where_counted
+from tf_syncbn.moving_averages import share_of_new, steps_where_counted, update_after
 
 __all__ = ["check_clipping", "corrections", "renorm_steps", "square_root_of", "with_corrections"]
 
@@ -63,14 +63,16 @@ def corrections(moments, training, mean, stddev, rmin, rmax, dmax, *, epsilon):
     return tf.concat([tf.where_v2(counts, r, tf.ones_like(r)), tf.where_v2(counts, d, tf.zeros_like(d))], 0)
 
 
-def with_corrections(aggregate, training, mean, stddev, limits, epsilon):
+def with_corrections(aggregate, training, mean, stddev, limits, epsilon, tower):
     """Makes an aggregate of moments give each tower the corrections of its group's moments too.
 
     They are computed where towers meet, once a group, and all towers' moments come after them: whatever moves `mean` and
-    `stddev` by those moments moves them after every correction has read them.
+    `stddev` by those moments moves them after every correction has read them. Where a layer is applied again in a step, the
+    collected updates of the earlier application wait for these corrections too; those that ran inline came before.
 
     `aggregate` returns, for each tower, the moments of its group and those of all towers; what is returned here returns the
-    corrections behind them. `mean` and `stddev` are variables [C], `limits` is a dict of rmin, rmax and dmax.
+    corrections behind them. `mean` and `stddev` are variables [C], `limits` is a dict of rmin, rmax and dmax, `tower` the
+    `TowerContext` or None.
     """
     def corrected(per_tower):
         merged = aggregate(per_tower)
@@ -78,8 +80,10 @@ def with_corrections(aggregate, training, mean, stddev, limits, epsilon):
         for group, whole in merged:
             if group.name not in of_group:
                 bounds = [_in_dtype(limits[key], group.dtype) for key in ("rmin", "rmax", "dmax")]
-                of_group[group.name] = tf.identity(call(
-                    corrections, group, training, mean.read_value(), stddev.read_value(), *bounds, epsilon=epsilon))
+                with tf.control_dependencies([tf.identity(group)]):  # see `call`
+                    values = mean.read_value(), stddev.read_value()
+                of_group[group.name] = tf.identity(call(corrections, group, training, *values, *bounds, epsilon=epsilon))
+        update_after(list(of_group.values()), [mean, stddev], tower)
         with tf.control_dependencies(list(of_group.values())):
             whole = tf.identity(merged[0][1])
         return [[group, whole, of_group[group.name]] for group, _ in merged]

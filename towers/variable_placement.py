@@ -1,5 +1,6 @@
 """On which devices the variables of a build stand, and which devices its towers' other ops get."""
 import warnings
+import weakref
 
 import tensorflow.compat.v1 as tf
 
@@ -18,8 +19,8 @@ def placement_of(placement, devices):
 
     Args:
       placement: "host", the CPU's memory; "first" and "replicated", the first tower's device; "round_robin", the towers' devices
-        in turn; "balanced", that of the towers' devices which holds the fewest bytes so far; or a function of a variable's op
-        that returns a device's name.
+        in turn; "balanced", that of the towers' devices which holds the fewest bytes so far, both of the variable's graph; or a
+        function of a variable's op that returns a device's name.
       devices: list of str, the towers' devices.
 
     Raises:
@@ -41,9 +42,10 @@ def placement_of(placement, devices):
 
 
 def _least(devices, load_of):
-    loads = dict.fromkeys(devices, 0)
+    loads_of = weakref.WeakKeyDictionary()  # a builder may build in several graphs, in threads of their own
 
     def choose(op):
+        loads = loads_of.setdefault(op.graph, dict.fromkeys(devices, 0))
         device = min(devices, key=loads.get)  # of several the first
         loads[device] += load_of(op)
         return device

@@ -7,7 +7,8 @@ import contextlib
 import functools
 import re
 import warnings
-from typing import Callable, List, NamedTuple, Pattern, Union
+import weakref
+from typing import Any, Callable, List, NamedTuple, Pattern, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -99,7 +100,8 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
         raise TypeError("model_fn has to be a model function, not %r." % (model_fn,))
     if only is not None and not callable(only):
         only = _search(only)
-    chosen: List[bool] = []  # of tower 0, whether each batch norm is converted: Keras numbers its layers on through the towers
+    # Of tower 0 of each build, whether each batch norm is converted: Keras numbers its layers on through the towers.
+    chosen_of: "weakref.WeakKeyDictionary[Any, List[bool]]" = weakref.WeakKeyDictionary()
 
     def converted(*args, **kwargs):
         tower = current_tower()
@@ -110,6 +112,7 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
             outputs = model_fn(*args, **kwargs)
         refuse_training(added.ops(), added.items(tf.GraphKeys.TRAIN_OP) if tower.asked is None else ())
         found, scopes, of_variables = _find(added, batch, outputs, only, tower)
+        chosen = chosen_of.setdefault(tower.meetings, [])
         if tower.is_first:
             chosen[:] = [only is None or bool(only(scope)) for scope in scopes]
             if scopes and not any(chosen):
