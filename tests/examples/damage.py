@@ -104,7 +104,8 @@ def digests(folder):
     found = {}
     for path in sorted(folder.rglob("*")):
         kind = path.lstat().st_mode
-        whole = path.is_file() and not path.is_symlink() and path.stat().st_size < _ENORMOUS
+        whole = (path.is_file() and not path.is_symlink() and path.stat().st_size < _ENORMOUS
+                 and os.access(str(path), os.R_OK))
         found[str(path.relative_to(folder))] = kind, hashlib.sha256(path.read_bytes()).hexdigest() if whole else None
     return found
 

@@ -27,7 +27,7 @@ from tf_syncbn.checkpoints import __main__ as checkpoints
 pytestmark = pytest.mark.xdist_group("damage")  # they share trainings
 CASES = int(os.environ.get("HYPOTHESIS_CASES", 10))
 _OF_A_CHECKPOINT = re.compile(r"(model\.ckpt-\d+)\.\S+$")
-# A sentence about such a file says what it should have been, and names the folder that it is of.
+# Where such a file has another value, the sentence says which, and names the folder.
 _OF_A_FOLDER = ("settings.json",)
 # Without a checksum another value in such a file is as good as the first.
 _UNCHECKED = re.compile(r"(\.json|\.bin|data_batch_\d|test_batch|checkpoint)$")
@@ -146,7 +146,7 @@ def files_of(program, folder):
             if path.is_file() and re.match(program.names, path.name)]
 
 
-def is_named(path, error, kind):
+def is_named(path, error):
     """Tells whether a sentence says which file is meant: a checkpoint by its prefix, a damaged value by its folder."""
     checkpoint = _OF_A_CHECKPOINT.match(path.name)
     name = checkpoint.group(1) if checkpoint else path.name
@@ -171,10 +171,10 @@ def hurt(name, base, choose, kind, at, bit):
             found = run(name, folder)
         after = damage.digests(folder)
         if isinstance(found, str):
-            assert is_named(path, found, kind), (where, found)
+            assert is_named(path, found), (where, found)
             lost = {key for key in before if after.get(key) != before[key]}
             assert not lost, (where, found, lost)
-            _goes_on(name, folder, path, expected, where, made)
+            _goes_on(name, folder, path, expected, where)
             return "refused"
         if kind not in (damage.flipped, damage.swapped) or not _UNCHECKED.search(path.name):
             if not (kind is damage.swapped and path.suffix == ".png"):
@@ -182,8 +182,11 @@ def hurt(name, base, choose, kind, at, bit):
         return "harmless"
 
 
-def _goes_on(name, folder, path, expected, where, made):
-    """Without the newest checkpoint, if that was damaged, and with the whole file in its place, if not, the end is the same."""
+def _goes_on(name, folder, path, expected, where):
+    """Holds a training to the same end without its newest checkpoint, if that was damaged, as the sentence says.
+
+    With the file as it was the folder is the one that `expected` comes of: nothing else in it has changed.
+    """
     prefix = _OF_A_CHECKPOINT.match(path.name)
     if not name.startswith("train") or not prefix or prefix.group(1) != "model.ckpt-4":
         return
