@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Callable, NamedTuple
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, event, given, settings
 from hypothesis import strategies as st
 
 from examples.cifar10 import compare, evaluate, train
@@ -204,7 +204,7 @@ def chosen(draw):
 @given(st.data(), st.sampled_from(sorted(PROGRAMS)), st.sampled_from(damage.OF_FILES),
        st.floats(0, 1, exclude_max=True), st.integers(0, 7))
 def test_a_damaged_file_is_named_or_does_no_harm_and_nothing_is_lost(base, data, name, kind, at, bit):
-    hurt(name, base, chosen(data.draw), kind, at, bit)
+    event(hurt(name, base, chosen(data.draw), kind, at, bit))  # --hypothesis-show-statistics says how many
 
 
 @settings(max_examples=CASES // 5, phases=[Phase.explicit, Phase.generate])
