@@ -395,7 +395,7 @@ def test_what_is_no_name_for_a_checkpoint_is_refused(tmp_path, monkeypatch, caps
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    assert main(["convert", path, out, "--to", "slim"]) == 1
+    assert main(["convert", path, out, "--to", "slim"]) == 2
     assert capsys.readouterr() == (
         "", "error: %r is no name for a checkpoint: give its prefix, such as DIRECTORY/model.ckpt.\n" % out)
     assert sorted(tmp_path.rglob("*")) == before
@@ -403,17 +403,17 @@ def test_what_is_no_name_for_a_checkpoint_is_refused(tmp_path, monkeypatch, caps
 
 def test_a_checkpoint_that_can_not_be_written_is_one_sentence_and_leaves_nothing(tmp_path, capsys):
     path = write(tmp_path / "model", {"fc/W": np.zeros(1000, np.float32)})
-    assert main(["convert", path, "/proc/new", "--to", "slim"]) == 1
+    assert main(["convert", path, "/proc/new", "--to", "slim"]) == 2
     assert capsys.readouterr().err.endswith("; No such file or directory\n")
     for size in (10, 1000):
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # to a program that is a full disk
         try:
-            assert main(["convert", path, str(tmp_path / "new"), "--to", "slim"]) == 1
+            assert main(["convert", path, str(tmp_path / "new"), "--to", "slim"]) == 2
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         error = capsys.readouterr().err
-        assert error.startswith("error: TensorFlow could not convert it: ") and error.endswith("; File too large\n")
+        assert error.startswith("error: TensorFlow could not convert %r: " % path) and error.endswith("; File too large\n")
         assert error.count("\n") == 1 and not list(tmp_path.glob("new*"))
 
 
@@ -462,7 +462,7 @@ def test_users_mistakes_are_told_without_traceback(tmp_path, capsys):
              "The pattern 'b' matches no scope."),
             (["convert", path, new, "--to", "slim"],
              "Different variables would get the same name:\n  fc/W and fc/kernel would be fc/weights")):
-        assert main(arguments) == 1
+        assert main(arguments) == 2
         assert capsys.readouterr() == ("", "error: %s\n" % message)
     for arguments, message in ((["convert", path, new, "--to", "caffe"], "invalid choice: 'caffe'"),
                                (["convert", path, new, "--to", "slim", "--scope", "bn"], "'bn' is not REGEX=REPLACEMENT")):
@@ -476,9 +476,9 @@ def test_a_broken_checkpoint_is_one_sentence_and_nothing_is_written(tmp_path, ca
     path = write(tmp_path / "model", {"fc/W": np.zeros(1000, np.float32)})
     with open(path + ".data-00000-of-00001", "r+b") as file:
         file.truncate(100)
-    assert main(["convert", path, str(tmp_path / "new"), "--to", "slim"]) == 1
+    assert main(["convert", path, str(tmp_path / "new"), "--to", "slim"]) == 2
     error = capsys.readouterr().err
-    assert error == "error: TensorFlow could not convert it: Read less bytes than requested\n"
+    assert error == "error: TensorFlow could not convert %r: Read less bytes than requested\n" % path
     assert not list(tmp_path.glob("new*"))
 
 
@@ -493,7 +493,7 @@ def test_runs_as_a_module_without_a_warning(tmp_path):
     assert made.returncode == 0 and "bn/mean/EMA -> bn/moving_mean" in made.stdout
     assert "Warning" not in made.stderr
     again = run("convert", path, str(tmp_path / "new"), "--to", "layers")
-    assert again.returncode == 1 and again.stdout == ""
+    assert again.returncode == 2 and again.stdout == ""
     assert again.stderr.rstrip().split("\n")[-1] == (
         "error: '%s.index' exists, and nothing is written over." % (tmp_path / "new"))
     assert "Traceback" not in again.stderr

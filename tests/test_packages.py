@@ -36,8 +36,8 @@ ORDER = {"towers": ["version", "annotations",
                        "conversion.counts", "conversion.fused_batch_norms", "conversion.roots", "conversion.squares",
                        "conversion.detection",
                        "conversion.crossings", "conversion.replacement", "conversion.convert", "conversion.__init__",
-                       "recalibration", "checkpoints.variable_names", "checkpoints.files", "checkpoints.__init__",
-                       "checkpoints.__main__"]}
+                       "recalibration", "checkpoints.variable_names", "checkpoints.whole", "checkpoints.files",
+                       "checkpoints.__init__", "checkpoints.__main__"]}
 
 
 def imports(path):

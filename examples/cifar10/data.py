@@ -10,6 +10,7 @@ import shutil
 import tarfile
 import tempfile
 import urllib.request
+import zlib
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import pickles
 from examples.training import order
+from examples.training.files import check_file
 
 __all__ = ["DataError", "Dataset", "Images", "Pipeline", "download", "generate", "is_there", "load"]
 
@@ -25,6 +27,7 @@ IMAGE_SHAPE = (32, 32, 3)
 RECORDS_A_FILE = 10000
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
+_LARGEST_ARCHIVE = 1 << 28  # bytes; the official one has 170 million
 BINARY_FOLDER, PICKLE_FOLDER = "cifar-10-batches-bin", "cifar-10-batches-py"
 _RECORD = 1 + 3 * 32 * 32
 _PAD = 4
@@ -140,16 +143,36 @@ def _fetch(url, md5, scratch):
     with open(archive, "wb") as out:
         try:
             with urllib.request.urlopen(url, timeout=60) as response:
-                shutil.copyfileobj(response, out)
+                _copy(response, out, _LARGEST_ARCHIVE, url)
         except (OSError, http.client.HTTPException) as error:
             raise DataError("%s could not be fetched: %s." % (url, str(error).rstrip("."))) from error
     found = _md5(archive)
     if found != md5:
         raise DataError("%s is not the official archive: its MD5 is %s where %s was expected." % (url, found, md5))
+    try:
+        _unpack(archive, scratch)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise DataError("%s can't be unpacked: %s." % (url, error)) from error
+
+
+def _unpack(archive, scratch):
+    """Unpacks the files of the one folder: no link, no device, nothing of another folder, no owner and no rights."""
+    folder = os.path.join(scratch, BINARY_FOLDER)
     with tarfile.open(archive) as tar:
-        for member in tar.getmembers():
-            if member.isfile() and os.path.dirname(member.name) == BINARY_FOLDER:
-                tar.extract(member, scratch)
+        for member in tar:
+            parent, name = os.path.split(member.name)
+            if member.isfile() and parent == BINARY_FOLDER and name not in (".", ".."):
+                os.makedirs(folder, exist_ok=True)
+                with open(os.path.join(folder, name), "wb") as out:
+                    _copy(tar.extractfile(member), out, RECORDS_A_FILE * _RECORD, member.name)
+
+
+def _copy(source, out, most, name):
+    """Copies a stream to a file, and no more bytes than `most`."""
+    for block in iter(lambda: source.read(1 << 20), b""):
+        if out.tell() + len(block) > most:
+            raise DataError("%s is larger than the %d bytes that it may have." % (name, most))
+        out.write(block)
 
 
 def _md5(path):
@@ -190,6 +213,7 @@ def _read_pickle(path):
 def _read(path):
     """Returns the bytes of a file, or, where it is longer than a data file, enough of them to tell."""
     try:
+        check_file(path)
         with open(path, "rb") as f:
             return f.read(2 * RECORDS_A_FILE * _RECORD)  # text in UTF-8, as Python 3 may write bytes, takes up to twice as many
     except FileNotFoundError as error:

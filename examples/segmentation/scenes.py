@@ -14,9 +14,11 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from examples.segmentation.model import VOID
+from examples.training.files import check_file
 
 __all__ = ["DataError", "Dataset", "Scenes", "WRONG", "find_damage", "generate", "load", "size_of_file"]
 
+_LARGEST_PNG = 1 << 28  # bytes; TensorFlow reads a file as a whole
 WRONG = 254  # in a table of labels: there is no such label
 
 
@@ -86,8 +88,8 @@ def load(data_dir):
         for image, labels in zip(*scenes):
             size, of_labels = size_of_file(image), size_of_file(labels)
             if size != of_labels:
-                raise DataError("The label image %s has %d x %d pixels where its image has %d x %d."
-                                % ((labels,) + of_labels + size))
+                raise DataError("The label image %s has %d x %d pixels where its image %s has %d x %d."
+                                % ((labels,) + of_labels + (image,) + size))
     return found
 
 
@@ -136,6 +138,7 @@ def _with_labels(images, labels_of):
 def size_of_file(path):
     """Returns the width and height that a PNG file says it has."""
     try:
+        check_file(path, _LARGEST_PNG)
         with open(path, "rb") as f:
             head = f.read(24)
     except OSError as error:

@@ -39,7 +39,10 @@ class Trained:
             raise UsageError("The network in %s was trained on %s, and this is %s: name its --data-dir."
                              % (train_dir, settings["data"], dataset.name))
         self.checkpoint = checkpoints[-1]
-        self.model_fn = network_of(argparse.Namespace(**dict(settings, weight_decay=0.0)), dataset)
+        try:
+            self.model_fn = network_of(argparse.Namespace(**dict(settings, weight_decay=0.0)), dataset)
+        except UsageError as error:
+            raise UsageError("%s is damaged: %s" % (os.path.join(train_dir, "settings.json"), error)) from error
         self._model_name = "PSPNet-%d" % settings["depth"]
 
     def restore(self, session):

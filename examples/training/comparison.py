@@ -7,8 +7,8 @@ from examples.training.report import new_figure, read_json, save_figure
 __all__ = ["FIRST_STEPS", "draw", "largest_difference", "read", "table"]
 
 FIRST_STEPS = 20
-_OF_A_RUN = {"kind": str, "seed": int, "milliseconds_a_step": float, "first_losses": list,
-             "first_losses_in_float64": list, "curve": list}
+_OF_A_RUN = {"kind": str, "seed": int, "milliseconds_a_step": float}
+_LISTS = ("first_losses", "first_losses_in_float64", "curve")  # of a run too
 _COLOURS = {"one": "0.6", "synced": "C0", "unsynced": "C1", "unsynced-all": "C3"}
 _SHORT = {"one": "one\ntower", "synced": "synced", "unsynced": "unsynced,\ntower 0's\naverages",
           "unsynced-all": "unsynced,\nall\naverages"}
@@ -30,9 +30,8 @@ def read(path, settings, measure):
     """
     try:
         found = read_json(path, {"settings": settings, "runs": []})
-        runs, before = found["runs"], dict(found["settings"])
-        whole = all(type(run[name]) is kind for run in runs for name, kind in dict(_OF_A_RUN, **{measure.name: float}).items())
-    except (KeyError, TypeError, ValueError) as error:
+        before, whole = dict(found["settings"]), _are_whole(found["runs"], dict(_OF_A_RUN, **{measure.name: float}))
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise UsageError("%s is damaged: delete it, or choose another --out." % path) from error
     except OSError as error:
         raise UsageError("%s can't be read: %s." % (path, error.strerror)) from error
@@ -43,6 +42,17 @@ def read(path, settings, measure):
             raise UsageError("%s holds a comparison with %s %s, and %s was asked for: choose another --out."
                              % (path, name, before.get(name), now))
     return found
+
+
+def _are_whole(runs, types):
+    """Tells whether runs have values of these types by name, lists of numbers that are as long in all, and are all different."""
+    if not all(type(run[name]) is kind for run in runs for name, kind in types.items()):
+        return False
+    shapes = {tuple(np.array(run[name], np.float64).shape for name in _LISTS) for run in runs}  # raises for what is no array
+    which = [(run["kind"], run["seed"]) for run in runs]
+    return (len(shapes) <= 1 and all(len(first) == 1 and double == first and len(curve) == 2 and curve[0] > 0 and curve[1] == 2
+                                     for first, double, curve in shapes)
+            and len(set(which)) == len(which) and all(kind in _COLOURS for kind, _ in which))
 
 
 def table(comparison, measure):

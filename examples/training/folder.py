@@ -1,21 +1,27 @@
 """What stands in a training folder, checked before anything is written there."""
+import glob
 import os
 import re
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from examples.training.files import check_file
 from examples.training.report import WriteError, read_json, reason, write_json
 
 __all__ = ["UsageError", "changed_settings", "check_checkpoint", "check_folder", "check_settings", "make_saver", "read_history",
-           "read_settings", "read_sums", "restore", "save", "saved_checkpoints"]
+           "read_settings", "read_sums", "remove_leftovers", "restore", "save", "saved_checkpoints"]
 
 _INDEX = re.compile(r"model\.ckpt-(\d+)\.index$")
 _KEPT = 3
+_LARGEST_STATE = 1 << 20  # bytes, of the file "checkpoint"
+# What TensorFlow writes before it gives a file its name, and a killed process leaves behind under a random one.
+_LEFTOVERS = re.compile(r"model\.ckpt-\d+\.\S+\.tempstate\d+$|checkpoint\.tmp[0-9a-f]*$")
 _FILES = ("checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png")
 # What a training does not follow: where its files and data are, and how many towers share its batches.
 _NOT_FOLLOWED = ("train_dir", "data", "data_dir", "data_name", "download", "save_every", "evaluate_every", "num_towers",
                  "num_workers")
+_WITHOUT_IT = "Delete its files to go on from the one before it, or choose another --train-dir."
 _OF_A_RECORD = ("step", "epoch", "train_loss", "train_accuracy")
 
 
@@ -26,17 +32,21 @@ class UsageError(ValueError):
 def saved_checkpoints(train_dir):
     """Returns the paths of the checkpoints in a folder, the newest last.
 
-    They are those that its state file names; without that file, or with a damaged one, all that are whole.
+    They are those that its state file names; without that file, with a damaged one, or where one of those is gone, all that are
+    whole.
 
     Raises:
-      UsageError: if there are checkpoints and none is known to be whole.
+      UsageError: if there are checkpoints and none is known to be whole, or the folder can't be read.
     """
     # The folder may have been moved since: the names are what counts.
     named = [os.path.join(train_dir, os.path.basename(path)) for path in _state(train_dir)]
-    named = [path for path in named if tf.train.checkpoint_exists(path)]
-    if named:
+    if named and all(os.path.lexists(path + ".index") for path in named):
         return named
-    numbers = [_INDEX.match(name) for name in (os.listdir(train_dir) if os.path.isdir(train_dir) else [])]
+    try:
+        names = os.listdir(train_dir) if os.path.isdir(train_dir) else []
+    except OSError as error:
+        raise UsageError("The folder %s can't be read: %s." % (train_dir, error.strerror)) from error
+    numbers = [_INDEX.match(name) for name in names]
     found = [os.path.join(train_dir, "model.ckpt-%d" % number) for number in sorted(int(m.group(1)) for m in numbers if m)]
     whole = [path for path in found if _is_whole(path)]
     if found and not whole:
@@ -46,15 +56,24 @@ def saved_checkpoints(train_dir):
 
 
 def _state(train_dir):
+    """Returns the paths in the state file, the newest last; none where it is damaged."""
     try:
+        check_file(os.path.join(train_dir, "checkpoint"), _LARGEST_STATE)
         state = tf.train.get_checkpoint_state(train_dir)
-    except ValueError:  # it is empty, or no text; TensorFlow returns None for other text
+    except (OSError, ValueError):  # it is empty, or no text; TensorFlow returns None for other text
         state = None
-    return list(state.all_model_checkpoint_paths) if state else []
+    paths = list(state.all_model_checkpoint_paths) if state else []
+    return paths if paths[-1:] == [state and state.model_checkpoint_path] else []  # the newest is said twice
+
+
+def _check_files(path):
+    for name in glob.glob(glob.escape(path) + ".*"):
+        check_file(name)
 
 
 def _is_whole(path):
     try:
+        _check_files(path)
         reader = tf.train.load_checkpoint(path)
         for name in reader.get_variable_to_shape_map():
             reader.get_tensor(name)
@@ -72,7 +91,8 @@ def restore(saver, session, path):
     try:
         saver.restore(session, path)
     except (tf.errors.OpError, ValueError) as error:
-        raise UsageError("The checkpoint %s can't be read: it is damaged (%s)." % (path, type(error).__name__)) from error
+        raise UsageError("The checkpoint %s can't be read: it is damaged (%s). %s"
+                         % (path, type(error).__name__, _WITHOUT_IT)) from error
 
 
 def make_saver():
@@ -103,6 +123,20 @@ def save(saver, session, train_dir, step, sums):
                          % (step, train_dir, reason(error))) from error
 
 
+def remove_leftovers(train_dir):
+    """Removes what processes that were killed while they saved have left half written.
+
+    Raises:
+      WriteError: if it can't be removed.
+    """
+    try:
+        for name in os.listdir(train_dir):
+            if _LEFTOVERS.match(name):
+                os.remove(os.path.join(train_dir, name))
+    except OSError as error:
+        raise WriteError("%s can't be removed: %s." % (error.filename, error.strerror)) from error
+
+
 def read_sums(train_dir, step, steps):
     """Returns the `sums` that `save` was given at a step, zeros where they are not of `steps` steps.
 
@@ -123,8 +157,9 @@ def check_folder(train_dir):
     except OSError as error:
         raise UsageError("The folder %s can't be made: %s. Choose another --train-dir." % (train_dir, error.strerror)) from error
     for path in (os.path.join(train_dir, name) for name in _FILES):
-        if os.path.isdir(path):
-            raise UsageError("%s is a folder where a file should be: move it away, or choose another --train-dir." % path)
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise UsageError("%s is %s where a file should be: move it away, or choose another --train-dir."
+                             % (path, "a folder" if os.path.isdir(path) else "something else"))
 
 
 def read_settings(train_dir):
@@ -189,9 +224,14 @@ def changed_settings(settings):
 def check_checkpoint(path, variables, model_name):
     """Raises `UsageError` if a checkpoint can't be read or does not hold these variables in their shapes."""
     try:
+        _check_files(path)
         saved = dict(tf.train.list_variables(path))
+    except OSError as error:
+        raise UsageError("The checkpoint %s can't be read: %s: %s. %s"
+                         % (path, os.path.basename(error.filename), error.strerror, _WITHOUT_IT)) from error
     except Exception as error:  # a damaged index raises one of several kinds
-        raise UsageError("The checkpoint %s can't be read: %s." % (path, str(error).split("\n")[0].rstrip("."))) from error
+        raise UsageError("The checkpoint %s can't be read: %s. %s"
+                         % (path, str(error).split("\n")[0].rstrip("."), _WITHOUT_IT)) from error
     missing = [v.op.name for v in variables if v.op.name not in saved]
     if missing:
         raise UsageError("The checkpoint %s is not of a %s: %s is not in it, one of %d of %d variables. Choose another "

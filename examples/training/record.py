@@ -4,7 +4,7 @@ import time
 
 import tensorflow.compat.v1 as tf
 
-from examples.training.folder import check_folder, read_history, read_sums, save
+from examples.training.folder import check_folder, read_history, read_sums, remove_leftovers, save
 from examples.training.report import EventWriter, Progress, draw_curve, read_json, write_json
 
 __all__ = ["NoRecord", "Record"]
@@ -33,6 +33,7 @@ class Record:
         self._history = read_history(folder, step, training.task.measures)
         self._sums = read_sums(folder, step, step % self._stretch)  # of loss, accuracy and steps since the evaluation
         check_folder(folder)
+        remove_leftovers(folder)
         write_json(os.path.join(folder, "settings.json"), dict(vars(settings), data=training.task.data_name))
         self._progress = Progress(step, self._num_steps, settings.batch_size)
         self._writer = EventWriter(folder, session.graph if step == 0 else None)
@@ -121,5 +122,5 @@ class NoRecord:
 def _step_of(results_path):
     try:
         return read_json(results_path, {}).get("step")
-    except (AttributeError, ValueError):  # it is damaged, and written anew
+    except (AttributeError, OSError, ValueError):  # it is damaged, and written anew
         return None

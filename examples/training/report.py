@@ -9,8 +9,12 @@ import time
 import tensorflow.compat.v1 as tf
 import tqdm
 
+from examples.training.files import check_file
+
 __all__ = ["EventWriter", "Progress", "WriteError", "draw_curve", "exit_status", "new_figure", "read_json", "reason",
            "save_figure", "write_json"]
+
+_LARGEST_JSON = 1 << 26  # bytes; a thousand times what a training leaves
 
 
 class WriteError(Exception):
@@ -190,11 +194,20 @@ def write_json(path, content):
 
 
 def read_json(path, default):
-    """Reads a JSON file; `default` where there is none."""
-    if not os.path.exists(path):
+    """Reads a JSON file; `default` where there is none.
+
+    Raises:
+      OSError: if it can't be read, a link to nothing among others.
+      ValueError: if it is no JSON.
+    """
+    if not os.path.lexists(path):
         return default
+    check_file(path, _LARGEST_JSON)
     with open(path) as f:
-        return json.load(f)
+        try:
+            return json.load(f)
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
 
 
 def _replace(path, write):

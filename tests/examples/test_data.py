@@ -1,12 +1,7 @@
-"""CIFAR-10's files, right and wrong, the download, and the pipeline."""
+"""CIFAR-10's files, right and wrong, and the pipeline."""
 import errno
-import hashlib
-import http.server
-import io
 import os
 import pickle
-import tarfile
-import threading
 
 import numpy as np
 import pytest
@@ -134,77 +129,6 @@ def test_a_data_file_that_can_not_be_read_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(data.DataError, match="%s can't be read: Permission denied" % name):
         data.load(str(tmp_path))
-
-
-@pytest.fixture
-def server(tmp_path):
-    """Serves the files of a folder on the loopback address; yields (folder, url)."""
-    folder = tmp_path / "served"
-    folder.mkdir()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            path = folder / self.path.strip("/")
-            self.send_response(200 if path.exists() else 404)
-            self.end_headers()
-            self.wfile.write(path.read_bytes() if path.exists() else b"")
-
-        def log_message(self, *_):
-            pass
-
-    made = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=made.serve_forever, daemon=True)
-    thread.start()
-    yield folder, "http://127.0.0.1:%d/archive" % made.server_port
-    made.shutdown()
-    thread.join()
-    made.server_close()
-
-
-def archive():
-    """A small archive laid out as the official one, with a member that tries to leave its folder."""
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as tar:
-        for name in (data.BINARY_FOLDER + "/data_batch_1.bin", "../escaped"):
-            info = tarfile.TarInfo(name)
-            info.size = 4
-            tar.addfile(info, io.BytesIO(b"data"))
-    return out.getvalue()
-
-
-def test_download_checks_the_archive_and_unpacks_it_whole(server, tmp_path):
-    folder, url = server
-    content = archive()
-    (folder / "archive").write_bytes(content)
-    target = tmp_path / "data"
-    made = data.download(str(target), url, hashlib.md5(content).hexdigest())
-    assert os.listdir(made) == ["data_batch_1.bin"] and os.listdir(str(target)) == [data.BINARY_FOLDER]
-    assert not (tmp_path / "escaped").exists()
-    assert data.download(str(target), "http://127.0.0.1:1/never", "") == made  # what is there is not fetched again
-
-
-@pytest.mark.parametrize("served,message", [(b"something else", "is not the official archive: its MD5 is"),
-                                            (None, "could not be fetched")])
-def test_download_that_fails_leaves_nothing(server, tmp_path, served, message):
-    folder, url = server
-    if served:
-        (folder / "archive").write_bytes(served)
-    with pytest.raises(data.DataError, match=message):
-        data.download(str(tmp_path / "data"), url)
-    assert os.listdir(str(tmp_path / "data")) == []
-
-
-def test_download_that_can_not_be_written_is_refused(server, tmp_path):
-    folder, url = server
-    content = archive()
-    (folder / "archive").write_bytes(content)
-    (tmp_path / "file").write_text("")
-    (tmp_path / data.BINARY_FOLDER).write_text("in the way")
-    for target, message in ((tmp_path / "file" / "data", "Not a directory"), (tmp_path / "file", "File exists"),
-                            (tmp_path, "Not a directory")):
-        with pytest.raises(data.DataError, match="CIFAR-10 can't be written to %s: %s" % (target, message)):
-            data.download(str(target), url, hashlib.md5(content).hexdigest())
-    assert not list(tmp_path.glob("download-*"))
 
 
 def test_generated_images_are_reproducible_and_said_not_to_be_cifar10():

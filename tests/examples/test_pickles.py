@@ -2,7 +2,9 @@
 import copyreg
 import os
 import pickle
+import pickletools
 import re
+import resource
 import struct
 
 import numpy as np
@@ -134,6 +136,26 @@ def test_labels_of_another_number_are_refused():
 ])
 def test_what_no_writer_makes_is_refused(content, message):
     assert re.match(message, refusal(content))
+
+
+def test_every_other_opcode_is_refused():
+    """Persistent ids, extensions, objects by class, sets, byte arrays, buffers, the text protocol: whatever Python knows."""
+    known = pickles._OPCODES + pickle.EMPTY_DICT + pickle.FRAME
+    others = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes if opcode.code.encode("latin-1") not in known]
+    assert len(others) > 20
+    for code in others:
+        assert refusal(b"\x80\x02(]q\x00" + code + b"\x01" * 16 + b"\n.") == "it is no pickle of CIFAR-10", code
+
+
+@pytest.mark.parametrize("opcode", [b"T", b"X", b"B"])
+def test_lengths_that_a_file_has_not_take_no_memory(opcode):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (1 << 29),
+                                            before[1]))
+    try:
+        refusal(b"\x80\x02" + opcode + b"\xff\xff\xff\x7fshort")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("name", ["_Array", "_Dtype", "_Encoded", "_StandIn", "_Record"])

@@ -2,7 +2,6 @@
 import contextlib
 import json
 import os
-import random
 import re
 import resource
 import signal
@@ -120,37 +119,6 @@ def test_interrupted_training_saves_and_says_how_to_go_on(tmp_path, number):
     output, _ = process.communicate()
     assert process.returncode == 0 and "Going on from step %d" % step in output
     assert saved_step(tmp_path) == step + 5
-
-
-def test_training_killed_again_and_again_resumes_each_time_and_ends_at_the_step_asked_for(tmp_path):
-    steps, rng = 1000, random.Random(0)
-    kills = 0
-    while kills < (10 if "HYPOTHESIS_CASES" in os.environ else 4):  # many when it matters, as properties are tried
-        before = saved_step(tmp_path)
-        process = command("--steps", str(steps), "--save-every", "3", "--train-dir", str(tmp_path))
-        started, grown = time.time(), 0
-        # A random moment: of the start-up, or after a random number of further checkpoints.
-        wanted, patience = rng.randint(0, 6), rng.uniform(0.5, 4)
-        while process.poll() is None and grown < wanted or (wanted == 0 and time.time() - started < patience):
-            grown = (saved_step(tmp_path) - before) / 3
-            time.sleep(0.02)
-            assert time.time() - started < 120
-        time.sleep(rng.uniform(0, 0.1))
-        assert process.poll() is None, process.communicate()[0]
-        process.kill()
-        output, _ = process.communicate()
-        kills += 1
-        assert "Traceback" not in output and (before == 0 or "Going on" not in output
-                                              or "Going on from step %d," % before in output)
-        assert saved_step(tmp_path) >= before
-    last = saved_step(tmp_path)
-    assert 0 < last < steps
-    process = command("--steps", str(last + 20), "--train-dir", str(tmp_path))
-    output, _ = process.communicate()
-    assert process.returncode == 0 and "Going on from step %d," % last in output
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["step"] == saved_step(tmp_path) == last + 20
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def listing(folder):

@@ -68,11 +68,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             _print_conversion(given.in_path, given.out_path, given.to, dict(given.scope))
     except ValueError as error:
         print("error: %s" % error, file=sys.stderr)
-        return 1
+        return 2
     except tf.errors.OpError as error:  # TensorFlow 2 puts a stack trace before the reason, TensorFlow 1 behind it
         reason = re.sub(r"(?s)^.*\nNode: [^\n]*\n", "", error.message).split("\n")[0]
-        print("error: TensorFlow could not convert it: %s" % reason, file=sys.stderr)
-        return 1
+        print("error: TensorFlow could not convert %r: %s" % (given.in_path, reason), file=sys.stderr)
+        return 2
     return 0
 
 

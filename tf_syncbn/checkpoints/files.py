@@ -4,18 +4,18 @@ Names alone are changed, as `tf_syncbn.checkpoints.variable_names` maps them. Va
 three dialects, never change, and no file is ever written over.
 """
 import os
-import re
 from typing import Dict, NamedTuple, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Variable
 from tf_syncbn.checkpoints.variable_names import invert, lines, move, recognize, rename, spell
+from tf_syncbn.checkpoints.whole import FILE_ENDING, refuse_to_overwrite, written_whole
 
 __all__ = ["assignment_map", "convert", "read"]
 
 _NAMED = 5  # of variables that an error counts
-_FILE_ENDING = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")
+_LARGEST_STATE = 1 << 20  # bytes, of the file "checkpoint"
 
 
 class _Checkpoint(NamedTuple):
@@ -73,8 +73,9 @@ def convert(in_path: Union[str, os.PathLike], out_path: Union[str, os.PathLike],
             scopes: Optional[Dict[str, str]] = None) -> Dict[str, str]:
     """Writes a checkpoint with the names of another dialect and the same values, bit for bit.
 
-    TensorFlow's own ops read and write it, every dtype included, and its index appears when all else is written. The file
-    `checkpoint` that names a directory's latest one is not touched.
+    TensorFlow's own ops read and write it, every dtype included, in a folder beside `out_path` that is gone at the end. Killed at
+    any moment, this leaves no checkpoint or a whole one, and can be called again. The file `checkpoint` that names a directory's
+    latest one is not touched.
 
     Args:
       in_path: str, a checkpoint's prefix, of either format, or a directory, whose latest checkpoint is taken.
@@ -91,14 +92,14 @@ def convert(in_path: Union[str, os.PathLike], out_path: Union[str, os.PathLike],
       tf.errors.OpError: where TensorFlow fails to read or write the values (a truncated file, a full disk).
     """
     checkpoint, out_path = read(in_path), os.fspath(out_path)
-    _refuse_to_overwrite(checkpoint.prefix, out_path)
+    refuse_to_overwrite(checkpoint.prefix, out_path)
     new_names = rename(checkpoint.shapes, to, scopes)
     names = sorted(new_names)
     slices = [""] * len(names)
-    with tf.Graph().as_default(), tf.device("/cpu:0"):
+    with written_whole(out_path) as prefix, tf.Graph().as_default(), tf.device("/cpu:0"):
         values = tf.raw_ops.RestoreV2(prefix=checkpoint.prefix, tensor_names=names, shape_and_slices=slices,
                                       dtypes=[checkpoint.dtypes[name] for name in names])
-        write = tf.raw_ops.SaveV2(prefix=out_path, tensor_names=[new_names[name] for name in names],
+        write = tf.raw_ops.SaveV2(prefix=prefix, tensor_names=[new_names[name] for name in names],
                                   shape_and_slices=slices, tensors=values)
         with tf.Session(config=tf.ConfigProto(device_count={"GPU": 0})) as session:
             session.run(write)
@@ -146,10 +147,11 @@ def _check_values(checkpoint, variables, found):
 def read(path):
     """Returns what a checkpoint holds."""
     prefix = os.fspath(path)
-    if tf.io.gfile.exists(_FILE_ENDING.sub("", prefix) + ".index"):
-        prefix = _FILE_ENDING.sub("", prefix)
+    if tf.io.gfile.exists(FILE_ENDING.sub("", prefix) + ".index"):
+        prefix = FILE_ENDING.sub("", prefix)
     elif tf.io.gfile.isdir(prefix):
         try:
+            _check_state(os.path.join(prefix, "checkpoint"))
             prefix = tf.train.latest_checkpoint(prefix)
         except ValueError:  # it is empty, or no text
             raise ValueError("The file 'checkpoint' in the directory %r is damaged: give a checkpoint's prefix." % path)
@@ -157,6 +159,9 @@ def read(path):
             raise ValueError("The directory %r holds no checkpoint that its file 'checkpoint' names." % path)
     elif not tf.io.gfile.exists(prefix):
         raise ValueError("There is no checkpoint %r." % path)
+    for name in (prefix, prefix + ".index", prefix + ".data-00000-of-00001"):  # a pipe would be waited for
+        if os.path.exists(name) and not (os.path.isfile(name) or os.path.isdir(name)):
+            raise ValueError("%r can't be read as a checkpoint: it is no regular file." % name)
     try:
         reader = tf.train.load_checkpoint(prefix)
     except (tf.errors.OpError, ValueError) as error:
@@ -168,13 +173,7 @@ def read(path):
     return _Checkpoint(prefix, shapes, {name: tf.as_dtype(d) for name, d in reader.get_variable_to_dtype_map().items()})
 
 
-def _refuse_to_overwrite(in_prefix, out_path):
-    if os.path.realpath(out_path) == os.path.realpath(in_prefix):
-        raise ValueError("The new checkpoint %r would be the old one, which is never written over." % out_path)
-    if os.path.basename(out_path) in ("", ".", "..") or _FILE_ENDING.search(out_path):
-        raise ValueError("%r is no name for a checkpoint: give its prefix, such as DIRECTORY/model.ckpt." % out_path)
-    for path in (out_path, out_path + ".index", out_path + ".data-00000-of-00001"):
-        if os.path.lexists(path) or tf.io.gfile.exists(path):
-            raise ValueError("%r exists, and nothing is written over." % path)
-    if not tf.io.gfile.isdir(os.path.dirname(out_path) or "."):
-        raise ValueError("There is no directory %r to write to." % os.path.dirname(out_path))
+def _check_state(path):
+    """Raises `ValueError` for what can't be the file that names a directory's latest checkpoint, and is not to be read."""
+    if os.path.exists(path) and not (os.path.isfile(path) and os.path.getsize(path) <= _LARGEST_STATE):
+        raise ValueError
