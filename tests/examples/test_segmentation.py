@@ -93,7 +93,6 @@ def test_predictions_are_drawn_beside_images_and_labels(trained, tmp_path, capsy
     np.testing.assert_allclose(predict.coloured(np.array([[0, 1, 255]]), colours), [[[1, 0, 0], [0, 0.2, 0], [0, 0, 0]]])
 
 
-@pytest.mark.skipif(tf.__version__.startswith("2.15"), reason="nothing here is TensorFlow's own, and it builds six trainings")
 def test_comparison_holds_synced_towers_to_one(tmp_path, capsys):
     assert compare.main(SMALL + ["--steps", "3", "--seeds", "1", "--out", str(tmp_path)]) == 0
     assert "test mean IoU in %," in capsys.readouterr().out
