@@ -1,4 +1,4 @@
-"""Batches of scenes: in training scaled, cropped and flipped at random, in a test as they are."""
+"""Batches of scenes: in training scaled, cropped, flipped and recoloured at random, in a test as they are."""
 import numpy as np
 import tensorflow.compat.v1 as tf
 
@@ -22,9 +22,11 @@ class Pipeline(order.Pipeline):
       batch_size, training, seed, rows: as for `order.Pipeline`.
       crop: (height, width) of training images: scaled by a factor from 0.5 to 2, whose logarithm is drawn evenly, cropped or
         filled up with void, and half of them flipped, as drawn from the seed, the epoch and the image alone.
+      recolour: float from 0 to 1, how far saturation and contrast of training images are changed at most, as a part of what
+        they are, and brightness, as a part of a standard deviation.
     """
 
-    def __init__(self, scenes, table, batch_size, training, seed=0, rows=None, crop=None):
+    def __init__(self, scenes, table, batch_size, training, seed=0, rows=None, crop=None, recolour=0.0):
         with tf.device("/cpu:0"), tf.name_scope("input"):
             images, labels = tf.placeholder(tf.string, [None]), tf.placeholder(tf.string, [None])
 
@@ -36,16 +38,23 @@ class Pipeline(order.Pipeline):
                 with tf.control_dependencies([right]):
                     image, of_pixels = (tf.cast(image, tf.float32) - _MEAN) / _STD, tf.cast(of_pixels, tf.int32)
                 if training:
-                    image, of_pixels = _augment(image, of_pixels, crop, tf.stack([seed + 7919 * epoch, index]))
+                    draws = tf.random.stateless_uniform([7], tf.stack([seed + 7919 * epoch, index]))
+                    image, of_pixels = _augment(_recolour(image, recolour, draws[4:]), of_pixels, crop, draws)
                 return image, of_pixels[..., 0]
 
             super().__init__(len(scenes.images), example, batch_size, training, seed, rows,
                              {images: scenes.images, labels: scenes.labels})
 
 
-def _augment(image, labels, crop, seed):
-    """Scales, crops and flips an image, float32 [h, w, 3], and its labels, int32 [h, w, 1], as `seed`, int64 [2], says."""
-    draws = tf.random.stateless_uniform([4], seed)
+def _recolour(image, most, draws):
+    """Changes saturation, contrast and brightness of an image, float32 [h, w, 3] around 0, as numbers from 0 to 1 say."""
+    saturation, contrast, brightness = [most * (2 * draws[i] - 1) for i in range(3)]
+    grey = tf.reduce_mean(image, -1, keepdims=True)
+    return (grey + (1 + saturation) * (image - grey)) * (1 + contrast) + brightness
+
+
+def _augment(image, labels, crop, draws):
+    """Scales, crops and flips an image, float32 [h, w, 3], and its labels, int32 [h, w, 1], as numbers from 0 to 1 say."""
     size = tf.cast(tf.round(tf.cast(tf.shape(image)[:2], tf.float32) * 4.0 ** (draws[0] - 0.5)), tf.int32)
     image = tf.image.resize_bilinear(image[None], size, half_pixel_centers=True)[0]
     labels = tf.image.resize_nearest_neighbor(labels[None], size, half_pixel_centers=True)[0]

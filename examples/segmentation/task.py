@@ -20,7 +20,7 @@ def segmentation(settings, dataset, dtype=None):
     """Returns the `Task` of a PSPNet-like network.
 
     Args:
-      settings: of the command line: batch_size, crop, mask, seed, and what `network_of` needs.
+      settings: of the command line: batch_size, crop, mask, recolour, seed, and what `network_of` needs.
       dataset: `scenes.Dataset`.
       dtype: of the model, as for `pspnet`.
 
@@ -32,7 +32,7 @@ def segmentation(settings, dataset, dtype=None):
         identity=dict({name: getattr(settings, name) for name in ("depth", "width", "output_stride")}, data=dataset.name),
         num_images=len(dataset.train.images),
         training_input=lambda rows: Pipeline(
-            dataset.train, dataset.table, settings.batch_size, True, settings.seed, rows, settings.crop),
+            dataset.train, dataset.table, settings.batch_size, True, settings.seed, rows, settings.crop, settings.recolour),
         test_input=lambda part, parts: Pipeline(
             type(dataset.test)(*(paths[part::parts] for paths in dataset.test)), dataset.table,
             batch_of_test(dataset.test, EVALUATION_BATCH), False),

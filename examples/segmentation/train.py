@@ -35,12 +35,22 @@ def parse_arguments(argv):
     add_crop(parser)
     parser.add_argument("--mask", action="store_true",
                         help="leave void, what images are filled up with too, out of the moments of batch norm")
+    parser.add_argument("--recolour", type=_share, default=0.0, metavar="SHARE",
+                        help="by how much saturation, contrast and brightness are changed at most, 0 to 1 (default 0)")
     parser.set_defaults(evaluate_every=10)
     settings = parser.parse_args(argv)
     for name, value in DEFAULTS.items():
         if getattr(settings, name) is None:
             setattr(settings, name, value)
     return settings
+
+
+def _share(text):
+    """Returns a float from 0 to 1, for argparse."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError("%s is not from 0 to 1" % text)
+    return value
 
 
 def train(settings, dataset):

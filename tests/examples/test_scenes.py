@@ -116,6 +116,25 @@ def test_training_images_are_scaled_cropped_and_flipped_with_their_labels(tmp_pa
     assert 0.45 < factors.min() < 0.8 and 1.3 < factors.max() < 2.2
 
 
+def test_recoloured_images_have_another_saturation_contrast_and_brightness_and_are_the_same_else(camvid):
+    dataset, factors = scenes.load(str(camvid)), []
+
+    def of(epoch, recolour):
+        (images, labels), = batches(Pipeline(dataset.train, dataset.table, 4, True, 3, None, (5, 7), recolour), epoch)
+        return images.astype(np.float64), labels
+    for epoch in range(6):
+        (plain, labels), (found, same) = of(epoch, 0.0), of(epoch, 0.4)
+        np.testing.assert_array_equal(labels, same)
+        for before, after, inside in zip(plain, found, labels != VOID):
+            before, after = before[inside], after[inside]
+            colour = before - before.mean(-1, keepdims=True)
+            columns = np.stack([colour.ravel(), (before - colour).ravel(), np.ones(before.size)], -1)
+            (of_colour, contrast, brightness), _, rank, _ = np.linalg.lstsq(columns, after.ravel(), rcond=None)
+            np.testing.assert_allclose(columns @ [of_colour, contrast, brightness], after.ravel(), atol=1e-5)
+            factors += [(of_colour / contrast - 1, contrast - 1, brightness)] * int(rank == 3)
+    assert len(factors) > 12 and (np.abs(factors) <= 0.4001).all() and (np.ptp(factors, 0) > 0.3).all()
+
+
 def test_parts_of_a_training_have_the_rows_of_the_whole_batches_augmented_alike(camvid):
     dataset = scenes.load(str(camvid))
 
