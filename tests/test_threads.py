@@ -38,11 +38,11 @@ def in_threads(*functions):
     return results
 
 
-def session(pool=None):
-    """A session whose pools have `pool` threads, with variables initialized."""
+def session(pool=None, initializer=None):
+    """A session whose pools have `pool` threads, with variables initialized, by an op of a graph that several threads use."""
     config = tf.ConfigProto(intra_op_parallelism_threads=pool or 0, inter_op_parallelism_threads=pool or 0)
     made = tf.Session(config=towers.session_config(cpus(4), config))
-    made.run(tf.global_variables_initializer())
+    made.run(tf.global_variables_initializer() if initializer is None else initializer)
     return made
 
 
@@ -147,10 +147,10 @@ def test_pools_of_one_thread_train_to_the_bits_of_others(in_loop, sizes):
     made = trained("replicated", sizes)
     fetches = [made["loss"], made["train_op"]]
     loop = towers.repeat(lambda: tuple(fetches), 5) if in_loop else None
-    variables = {v.op.name: v for v in tf.global_variables()}
+    variables, initializer = {v.op.name: v for v in tf.global_variables()}, tf.global_variables_initializer()
 
     def train(pool):
-        with session(pool) as opened:
+        with session(pool, initializer) as opened:
             losses = opened.run(loop)[0] if in_loop else [opened.run(fetches)[0] for _ in range(5)]
             return list(losses), opened.run(variables)
 

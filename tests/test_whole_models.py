@@ -47,6 +47,8 @@ def test_one_batch_norm_that_is_not_synced_is_found_in_any_model(case, place, fo
 def test_what_can_not_be_exact_is_refused_in_any_model(why, case, place):
     _, converted, message = REFUSED[why]
     hypothesis.assume(converted is None or is_converted(case.model) == converted)
+    # Towers of other known sizes may have other constants: such as count their examples.
+    hypothesis.assume(why != "other constant" or case.training.split == "unknown" or len(set(case.training.sizes)) == 1)
     layers = case.model.layers[:place] + [Layer("refused", dict(why=why))] + case.model.layers[place:]
     case = case._replace(model=case.model._replace(layers=layers))
     with pytest.raises(ValueError, match=message):
@@ -57,10 +59,11 @@ def test_everything_that_may_be_drawn_is_drawn():
     """Descriptions alone, of which none is built."""
     seen = set()
 
-    @hypothesis.settings(max_examples=300, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.settings(max_examples=500, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
     @hypothesis.given(cases())
     def collect(case):
         seen.update(features(case))
 
     collect()
-    assert not all_features() - seen
+    missing = sorted(all_features() - seen)
+    assert not missing, missing

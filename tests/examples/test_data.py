@@ -106,7 +106,7 @@ class Hostile:
      "can't be read: it holds 9216 bytes as uint8 .* and 3 labels where"),
     (pickle.dumps({b"data": np.zeros([10000, 3072], np.uint8), b"labels": [0, 2.5] * 5000}, 2),
      "can't be read: it has the label 2.5 in record 1; labels are whole numbers from 0 to 9"),
-])
+], ids=["no pickle", "code", "other images", "other labels"])
 def test_damaged_pickle_is_refused_and_runs_nothing(tmp_path, monkeypatch, content, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data_batch_1").write_bytes(content)
