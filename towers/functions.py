@@ -4,8 +4,9 @@ import hashlib
 __all__ = ["MADE_UP", "Functions"]
 
 # Attributes that hold names and numbers that TensorFlow makes up, for each op others.
+# A call's "config_proto" has the devices in an order that is each thread's own.
 MADE_UP = frozenset(["shared_name", "container", "seed", "seed2", "token", "frame_name", "tensor_array_name", "source",
-                     "stack_name", "message"])
+                     "stack_name", "message", "config_proto"])
 
 
 class Functions:
