@@ -119,6 +119,16 @@ def test_a_sum_over_one_example_of_each_tower_is_said_too():
         assert_equals_one_batch(SUMS["a sum"], (X[:3],), 3)
 
 
+def test_a_loss_that_is_discounted_over_many_steps_is_built_at_once(silent):
+    def model(x):
+        total = tf.reduce_sum(squares(x)) / B
+        for step in range(60):
+            total = (0.9 - 0.001 * step) * total + tf.reduce_mean(squares(x) * step)
+        return total
+
+    build(model, (X,), 3)  # all products of 60 numbers would never be looked through
+
+
 def test_one_tower_may_add_up(silent):
     assert_equals_one_batch(SUMS["a sum"], (X,), 1)
 

@@ -8,23 +8,25 @@ import warnings
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.along_examples import lies_along_examples, products, reduces_first_axis, sizes_of_examples
 from towers.graph_walk import VARIABLES
-from towers.own_data import lies_along_examples, products, sizes_of_examples, takes_own_data
+from towers.own_data import takes_own_data
 
 __all__ = ["warn_of_sums"]
 
 # What hands on a sum, or the terms of one.
-_PASSES = frozenset(["Add", "AddV2", "AddN", "Cast", "CheckNumerics", "ExpandDims", "Identity", "Neg", "Pack", "Reshape",
-                     "Squeeze", "Sub"])
+_PASSES = frozenset(["Add", "AddV2", "AddN", "Cast", "CheckNumerics", "Identity", "Neg", "Pack", "Sub"])
+_RESHAPES = frozenset(["ExpandDims", "Reshape", "Squeeze"])
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
+_MOST_DIVISORS = 6  # whose products are looked at: what a loop discounts step by step would have too many
 _GIVEN = VARIABLES | frozenset(["Const", "Placeholder", "PlaceholderWithDefault"])
 
 
 def warn_of_sums(losses, towers, stacklevel=3):
     """Warns, once, if tower 0's loss is a sum over its examples, divided by nothing that grows with them.
 
-    Only what is sure is said: nothing of losses whose sums go through more than additions and multiplications by numbers, nor of
-    one that is multiplied by the number of towers, or divided by the tower's own number of examples, be it a tensor or an int.
+    Only what is sure is said: nothing of losses whose sums go through more than additions and a few multiplications by numbers,
+    nor of one that is multiplied by the number of towers, or divided by the tower's own number of examples, a tensor or an int.
 
     Args:
       losses: list over towers of scalar tensors.
@@ -52,10 +54,10 @@ def _sums(loss, context):
     while stack:
         tensor, divisors = stack.pop()
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
-        if (tensor.name, divisors) in seen:
+        if (tensor.name, divisors) in seen or len(divisors) > _MOST_DIVISORS:
             continue
         seen.add((tensor.name, divisors))
-        if kind in ("ExpandDims", "Reshape", "Squeeze"):
+        if kind in _RESHAPES:
             stack.append((inputs[0], divisors))
         elif kind in _PASSES:
             stack.extend((source, divisors) for source in inputs)
@@ -67,10 +69,10 @@ def _sums(loss, context):
         elif kind == "L2Loss":
             yield inputs[0], divisors
         elif kind == "Sum":
-            axes, rank = tf.get_static_value(inputs[1]), inputs[0].shape.rank
-            if axes is not None and rank is not None:
-                if 0 in np.reshape(axes, -1) % max(rank, 1):
-                    yield inputs[0], divisors
+            reduces = reduces_first_axis(tensor.op)
+            if reduces:
+                yield inputs[0], divisors
+            if reduces is not None:
                 stack.append((inputs[0], divisors))  # over classes, say: of what lies along the examples still
 
 
