@@ -595,3 +595,20 @@ def test_sums_in_a_loop_are_refused_by_name():
 
     with pytest.raises(ValueError, match="(inside a tf.cond or tf.while_loop|contains a batch norm in training mode)"):
         build(tf_syncbn.convert_model(model_fn), batch_of(3))
+
+
+@pytest.mark.parametrize("divided", ["sum", "each", "by class"])
+def test_the_number_of_labels_of_a_loss_stays_the_towers_own_where_the_same_weights_weigh_moments(divided):
+    def model_fn(x, valid):
+        y = x * tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3)) + 0.2
+        weights = tf.expand_dims(tf.reshape(valid * 1.0, [-1]), 1)
+        with tf.name_scope("bn"):
+            mean, variance = tf.nn.weighted_moments(y, [0], weights, keep_dims=True)
+            y = tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
+        losses, count = tf.reduce_sum(tf.square(tf.sin(2 * y) - x), 1), tf.reduce_sum(valid)
+        loss = {"sum": lambda: tf.reduce_sum(losses * valid) / count, "each": lambda: tf.reduce_sum(losses * valid / count),
+                "by class": lambda: tf.reduce_mean(tf.reduce_sum(tf.square(y - x) * valid[:, None], 0) / count)}[divided]()
+        return {"loss": loss, "weight": count}
+
+    valid = np.array([1.0, 1, 0.5, 1, 0, 2, 1])
+    assert_law_and_that_it_may_fail(model_fn, batch_of(3) + (valid,), ["bn"], "sums")

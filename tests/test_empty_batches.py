@@ -89,6 +89,15 @@ def test_outputs_and_collections_of_an_empty_tower_are_empty():
     assert merged.shape == (2, 3, 3, 4)
 
 
+def test_a_kernel_that_makes_something_of_a_batch_known_to_be_empty_is_refused():
+    batch = towers.PerTower([X, X[:0]])
+    with pytest.raises(ValueError, match="batch of tower 1 is known to be empty, .* a DepthwiseConv2dNative, makes something"):
+        build(model_of(LAYERS["depthwise"]), batch)
+    batch = towers.PerTower([tf.placeholder_with_default(x, [None, 6, 6, 2]) for x in batch.batches])
+    with tf.variable_scope("unknown"):
+        assert np.isfinite(run(build(model_of(LAYERS["depthwise"]), batch).loss))
+
+
 def test_batches_of_known_size_and_one_tower_pay_nothing():
     def ops(num_towers, size):
         with tf.Graph().as_default():

@@ -107,7 +107,8 @@ def _placeholders(case, sizes):
     example, split = make_batches(case, 1)[0], case.training.split
 
     def placeholder(value):
-        rows = [None if split == "unknown" else len(value)] if value.ndim else []
+        # What is known to be empty is refused by some layers.
+        rows = [None if split == "unknown" or 0 in sizes else len(value)] if value.ndim else []
         return tf.placeholder(value.dtype, rows + list(value.shape[1:]))
 
     if split == "given":

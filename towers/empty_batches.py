@@ -3,7 +3,8 @@
 oneDNN's convolutions give an empty batch the shape of their input, and the gradient of its pooling ends the process. Without it
 the gradient of a depthwise convolution by its kernel is whatever its memory held. So an op of these whose batch has an unknown
 size is given one example of zeros where it would get none, and that is cut off what comes out. No value changes and no
-gradient, and a batch that has examples is handed on without a copy.
+gradient, and a batch that has examples is handed on without a copy. Where the size is known to be 0, TensorFlow's own gradients
+count on it, and such an op is refused.
 """
 import tensorflow.compat.v1 as tf
 
@@ -18,15 +19,23 @@ _BATCHES = {"Conv2D": (0,), "DepthwiseConv2dNative": (0,), "Conv3D": (0,), "MaxP
 
 
 def survive_empty_batches(outputs, batch, context, ops):
-    """Lets the `ops` of a tower run where its `batch` turns out to be empty; returns its outputs, or what stands for them now."""
+    """Lets the `ops` of a tower run where its `batch` turns out to be empty; returns its outputs, or what stands for them now.
+
+    Raises:
+      ValueError: where the batch is known to be empty, and goes into an op that makes something of none.
+    """
     leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
-    may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and _size(leaf) is None for leaf in leaves)
+    may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and not _size(leaf) for leaf in leaves)
     if context.num_towers == 1 or not may_be_empty:
         return outputs
     on_onednn = "CPU" in context.device.upper() and runs_onednn()
     stands_for = {}  # name of a tensor -> what is left of it when the example of zeros is cut off
     for op in ops:
         batches = _BATCHES.get(op.type) if on_onednn or op.type == "DepthwiseConv2dNative" else None
+        if batches and _size(op.inputs[batches[0]]) == 0:
+            raise ValueError("The batch of tower %d is known to be empty, and TensorFlow's kernel of %r, a %s, makes something "
+                             "of an empty batch. Give it batches whose size is not known while the graph is built, such as "
+                             "tf.placeholder_with_default(x, [None, ...])." % (context.index, op.name, op.type))
         if batches and _size(op.inputs[batches[0]]) is None and control_flow_of(op) is control_flow_now(op.graph):
             stands_for[op.outputs[0].name] = _fill(op, batches)
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from towers.graph_walk import written_variable
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import FACTORS, SAME_VALUE, counts_of, divisors_of
 from tf_syncbn.conversion.fused_batch_norms import FUSED, is_fused, is_training
@@ -135,14 +136,16 @@ def _of_each(op, model):
 
     Returns:
       taken: list of (op, number of its input), what goes in that is no example: a mean, say, that is subtracted.
-      others: set of the ops that reduce the same examples alike: the mean of x, if `op` is that of x^2.
+      others: set of the ops that reduce the same examples alike, and are read by examples or averages: the mean of x, if `op` is
+        that of x^2. The number of labels that a loss is divided by, which may be a sum of the same weights, is none.
     """
     seen, stack, taken, others = set(), [op.inputs[0]], [], set()
     while stack:
         tensor = stack.pop()
         others.update(other for other in tensor.consumers() if other in model.order and other.type == op.type
                       and reduced_axes(other) == reduced_axes(op) and model.layout.crosses(other) == "all"
-                      and (op.type == "Mean" or model.layout.is_sure(tensor)))
+                      and (op.type == "Mean" or model.layout.is_sure(tensor)) and _kept(other) == _kept(op)
+                      and _is_read(other, model))
         for i, of_each in enumerate(tensor.op.inputs) if tensor.op.type in _OF_EACH and tensor.op in model.order else ():
             if not model.layout.axes(of_each):
                 taken.append((tensor.op, i))
@@ -150,3 +153,22 @@ def _of_each(op, model):
                 seen.add(of_each.op)
                 stack.append(of_each)
     return taken, others - {op}
+
+
+def _kept(op):
+    """Returns the sizes of the axes that a reduction keeps."""
+    return [size for axis, size in enumerate(op.inputs[0].shape.as_list()) if axis not in reduced_axes(op)]
+
+
+def _is_read(op, model):
+    """Tells whether examples, or what is written into variables, are computed of an op."""
+    seen, stack = {op}, [op]
+    while stack:
+        for tensor in stack.pop().outputs:
+            for consumer in set(tensor.consumers()) - seen:
+                if consumer in model.order:
+                    if written_variable(consumer) is not None:
+                        return True
+                    seen.add(consumer)
+                    stack.append(consumer)
+    return use_of(op, model) is not None
