@@ -612,3 +612,17 @@ def test_the_number_of_labels_of_a_loss_stays_the_towers_own_where_the_same_weig
 
     valid = np.array([1.0, 1, 0.5, 1, 0, 2, 1])
     assert_law_and_that_it_may_fail(model_fn, batch_of(3) + (valid,), ["bn"], "sums")
+
+
+@pytest.mark.parametrize("form", ["examples", "moments"])
+def test_shapes_that_are_computed_of_examples_are_no_examples(form):
+    def layer(x):
+        shape = tf.raw_ops.Shape(input=x)  # tf.shape of what has a known shape is a constant
+        y = tf.reshape(x, shape) if form == "examples" else x
+        mean = tf.reduce_mean(y, 0, keepdims=True)
+        variance = tf.reduce_mean(tf.square(y), 0, keepdims=True) - tf.square(mean)
+        if form == "moments":
+            mean, variance = (tf.reshape(moment, tf.concat([[1], shape[1:]], 0)) for moment in (mean, variance))
+        return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+    assert_law_and_that_it_may_fail(model_of(layer), batch_of(3), kind="squares")

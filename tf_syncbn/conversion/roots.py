@@ -121,9 +121,9 @@ def statistics_of(root, model):
             elif any(model.layout.axes(t) for t in source.inputs):
                 are_all = False
                 if source.type in SAME_VALUE + _SHIFTED:  # of sums over a part of the batch perhaps, or of more than them
-                    stack += [(source, k) for k in range(len(source.inputs))]
+                    stack += [(source, k) for k in _valued(source)]
             else:
-                stack += [(source, k) for k in range(len(source.inputs))]
+                stack += [(source, k) for k in _valued(source)]
     for op in sums:
         more, are_known = divisors_of(op, model, lambda consumer: is_root(consumer) or use_of(consumer, model) is not None)
         counts.update(more)
@@ -146,13 +146,19 @@ def _of_each(op, model):
                       and reduced_axes(other) == reduced_axes(op) and model.layout.crosses(other) == "all"
                       and (op.type == "Mean" or model.layout.is_sure(tensor)) and _kept(other) == _kept(op)
                       and _is_read(other, model))
-        for i, of_each in enumerate(tensor.op.inputs) if tensor.op.type in _OF_EACH and tensor.op in model.order else ():
+        for i in _valued(tensor.op) if tensor.op.type in _OF_EACH and tensor.op in model.order else ():
+            of_each = tensor.op.inputs[i]
             if not model.layout.axes(of_each):
                 taken.append((tensor.op, i))
             elif of_each.op not in seen:
                 seen.add(of_each.op)
                 stack.append(of_each)
     return taken, others - {op}
+
+
+def _valued(op):
+    """Returns the numbers of the inputs that an op computes values of; the shape of a reshape is none."""
+    return range(1 if op.type in SAME_VALUE else len(op.inputs))
 
 
 def _kept(op):
