@@ -35,7 +35,7 @@ ORDER = {"towers": ["version", "annotations",
                        "conversion.dependence", "conversion.factors", "conversion.loop_rules", "conversion.axis_rules",
                        "conversion.layout",
                        "conversion.counts", "conversion.fused_batch_norms", "conversion.roots", "conversion.squares",
-                       "conversion.detection",
+                       "conversion.weights", "conversion.detection",
                        "conversion.crossings", "conversion.replacement", "conversion.convert", "conversion.__init__",
                        "recalibration", "checkpoints.variable_names", "checkpoints.whole", "checkpoints.files",
                        "checkpoints.__init__", "checkpoints.__main__"]}

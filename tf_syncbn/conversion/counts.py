@@ -9,21 +9,25 @@ import tensorflow.compat.v1 as tf
 from towers.graph_walk import ancestors, descendants
 from tf_syncbn.conversion.axis_rules import reduced_axes
 
-__all__ = ["FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
+__all__ = ["DIVISIONS", "FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
            "with_counts"]
 
 SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
-FACTORS = ("Mul", "RealDiv", "Div", "DivNoNan")
+DIVISIONS = ("RealDiv", "Div", "DivNoNan")
+FACTORS = ("Mul",) + DIVISIONS
 _ARITHMETIC = SAME_VALUE + FACTORS + ("Add", "AddV2", "Sub", "Maximum", "Neg", "Reciprocal", "Inv", "FloorDiv", "Sqrt", "Pow")
 
 
-def counts_of(op, i, model):
-    """Returns the places of the numbers of examples that an input of an op is computed of; none if of other data too."""
-    found, seen, stack = set(), set(), [(op, i)]
+def counts_of(op, i, model, is_count=None):
+    """Returns the places of the numbers of examples that an input of an op is computed of; none if of other data too.
+
+    `is_count` is a function that tells whether a tensor is such a number; None is whether it is a size.
+    """
+    found, seen, stack, is_count = set(), set(), [(op, i)], is_count or model.layout.is_count
     while stack:
         place = op, i = stack.pop()
         source = op.inputs[i].op
-        if model.layout.is_count(op.inputs[i]):
+        if is_count(op.inputs[i]):
             found.add(place)
         elif source in model.of_data and source not in seen:
             if source.type not in _ARITHMETIC or model.layout.axes(op.inputs[i]):
@@ -133,7 +137,8 @@ def divisors_of(op, model, is_used):
             seen.add(consumer)
             if consumer.type in FACTORS and consumer.inputs[0] is not consumer.inputs[1]:
                 i = 1 if consumer.inputs[0] is tensor else 0
-                found, is_known = _number(consumer, i, model, number)
+                is_inverted = consumer.type in DIVISIONS and i == 0 and number == 1  # the 1 of 1 / n counts nothing
+                found, is_known = (set(), True) if is_inverted else _number(consumer, i, model, number)
                 are_known = are_known and is_known
                 if found:
                     counts[consumer, i] = found

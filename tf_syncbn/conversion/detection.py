@@ -18,6 +18,7 @@ from tf_syncbn.conversion.fused_batch_norms import FUSED, BatchNorm, channels_ax
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
 from tf_syncbn.conversion.squares import find_squares
+from tf_syncbn.conversion.weights import find_weights
 
 __all__ = ["Found", "find_batch_norms", "find_hidden"]
 
@@ -76,7 +77,7 @@ def find_batch_norms(ops, batch):
                 suspects.append(op)
     found.sort(key=lambda batch_norm: model.order[batch_norm.op])
     for k, batch_norm in enumerate(found):
-        beside = counts_beside(sum(batch_norm.moments, []), model)
+        beside = counts_beside(sum(batch_norm.moments, [op.outputs[0] for op in batch_norm.weights]), model)
         counts = dict(batch_norm.counts)
         counts.update((place, of_counts) for place, of_counts in beside.items() if place not in known)
         known.update(counts)
@@ -167,11 +168,13 @@ def _sums(root, model, known):
 
     What is `known` is of an earlier one: its ops, and where its counts go in.
     """
-    sums, counts, are_all = statistics_of(root, model)
-    sums = sorted((op for op in sums if op not in known and forward_op_of(op) is None), key=model.order.get)
+    every, counts, are_all = statistics_of(root, model)
+    sums = sorted((op for op in every if op not in known and forward_op_of(op) is None), key=model.order.get)
     use = use_of(root, model) if sums else None
     if use != "scales" or not are_all:
         return None, bool(sums) and (use is not None or root.outputs[0].shape.rank != 0)
+    weights, of_weights = find_weights(every, root, model)
+    counts.update(of_weights)
     counts = {place: of_counts for place, of_counts in counts.items() if place not in known}
     unknown = [op.outputs[0] for op in sums if not op.outputs[0].shape.is_fully_defined()]
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
@@ -182,8 +185,8 @@ def _sums(root, model, known):
         trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
     squares, x = find_squares(sums, model), sums[0].inputs[0]
     sums, counts = _besides(squares, sums, counts)
-    kind = "squares" if squares else "sums"
-    return BatchNorm(kind, root, x, (), sums=sums, squares=squares, counts=counts, trouble=trouble), False
+    sums, kind = [op for op in sums if op not in weights], "squares" if squares else "sums"
+    return BatchNorm(kind, root, x, (), sums=sums, squares=squares, weights=weights, counts=counts, trouble=trouble), False
 
 
 def _besides(squares, sums, counts):

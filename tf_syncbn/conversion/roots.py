@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from towers.exchanges import stands_at_exchange
 from towers.graph_walk import written_variable
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import FACTORS, SAME_VALUE, counts_of, divisors_of
@@ -167,14 +168,14 @@ def _kept(op):
 
 
 def _is_read(op, model):
-    """Tells whether examples, or what is written into variables, are computed of an op."""
+    """Tells whether examples, or what is written into variables, are computed of an op in its own tower."""
     seen, stack = {op}, [op]
     while stack:
         for tensor in stack.pop().outputs:
             for consumer in set(tensor.consumers()) - seen:
-                if consumer in model.order:
-                    if written_variable(consumer) is not None:
+                if consumer in model.order and not stands_at_exchange(consumer):
+                    if written_variable(consumer) is not None or any(map(model.layout.axes, consumer.outputs)):
                         return True
                     seen.add(consumer)
                     stack.append(consumer)
-    return use_of(op, model) is not None
+    return False
