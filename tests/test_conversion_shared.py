@@ -32,8 +32,11 @@ def scaled(x):
 def masked(y, valid, n, form, scope="bn"):
     """Normalizes by moments of weighted examples, which are divided by the number `n`."""
     weights = valid[:, None]
-    divided = {"each": lambda t: tf.reduce_sum(t / n, 0), "inverse": lambda t: tf.reduce_sum(t, 0) * n}.get(
-        form, lambda t: tf.reduce_sum(t, 0) / n)
+
+    def divided(t):
+        return {"each": lambda: tf.reduce_sum(t / n, 0), "inverse": lambda: tf.reduce_sum(t, 0) * n,
+                "doubled": lambda: 2.0 * tf.reduce_sum(t, 0) / n}.get(form, lambda: tf.reduce_sum(t, 0) / n)()
+
     with tf.name_scope(scope):
         mean = divided(weights * y)
         variance = divided(weights * tf.square(y - mean))
@@ -45,6 +48,7 @@ def masked(y, valid, n, form, scope="bn"):
 
 NUMBERS = {
     "plain": tf.identity, "corrected": tf.identity, "each": tf.identity, "inverse": lambda n: 1 / n,
+    "doubled": lambda n: n * 2.0,  # which is how many examples a tower has, too
     "at least one": lambda n: tf.maximum(n, 1.0), "cast": lambda n: tf.cast(tf.reshape(n, [1]), tf.float64)}
 
 
@@ -55,8 +59,9 @@ def test_a_loss_is_divided_by_the_towers_own_sum_of_the_weights_that_moments_are
         n = NUMBERS[form](total)
         y = tf.sin(2 * masked(scaled(x), valid, n, form))
         losses = tf.reduce_sum(tf.square(y - x), 1) * valid
-        losses = {"each": lambda: tf.reduce_sum(losses / n), "inverse": lambda: tf.reduce_sum(losses) * n}.get(
-            form, lambda: tf.reduce_sum(losses) / n)()
+        losses = {"each": lambda: tf.reduce_sum(losses / n), "inverse": lambda: tf.reduce_sum(losses) * n,
+                  "doubled": lambda: 2.0 * tf.reduce_sum(losses) / n}.get(
+                      form, lambda: tf.reduce_sum(losses) / n)()
         return {"loss": tf.reshape(losses, []), "weight": total}
 
     assert_law(model_fn, (X, VALID), ["bn"], "sums")

@@ -116,19 +116,20 @@ def is_corrected(root, sums):
                if tensor.dtype.is_floating)
 
 
-def divisors_of(op, model, is_used):
+def divisors_of(op, model, is_used, are_weighted):
     """Looks for the numbers of examples that a sum, or what is computed of it, is multiplied or divided by.
 
     Args:
       op: operation, a Sum or Mean over examples.
       model: `tf_syncbn.conversion.layout.Examined`.
       is_used: a function of an op that tells whether examples are computed of it.
+      are_weighted: bool, whether sums of weights stand for numbers of examples, and no constant does.
 
     Returns:
       counts: a constant that is the number of what is added up is one too.
       are_known: False where the factor is a constant that may have been computed of such a number.
     """
-    counts, are_known, seen, stack = {}, True, set(), [(op.outputs[0], _number_added_up(op))]
+    counts, are_known, seen, stack = {}, True, set(), [(op.outputs[0], None if are_weighted else _number_added_up(op))]
     while stack:
         tensor, number = stack.pop()
         for consumer in set(tensor.consumers()) - seen:
@@ -145,7 +146,7 @@ def divisors_of(op, model, is_used):
             if consumer.type == "IdentityN":
                 stack += [(output, number) for output, source in zip(consumer.outputs, consumer.inputs) if source is tensor]
             elif consumer.type in ("Sum", "Mean"):
-                stack.append((consumer.outputs[0], _number_added_up(consumer)))
+                stack.append((consumer.outputs[0], None if are_weighted else _number_added_up(consumer)))
             elif consumer.type in _ARITHMETIC + ("Square", "SquaredDifference", "Rsqrt"):
                 stack.append((consumer.outputs[0], number))
     return counts, are_known

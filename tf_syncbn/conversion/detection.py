@@ -18,7 +18,6 @@ from tf_syncbn.conversion.fused_batch_norms import FUSED, BatchNorm, channels_ax
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
 from tf_syncbn.conversion.squares import find_squares
-from tf_syncbn.conversion.weights import find_weights
 
 __all__ = ["Found", "find_batch_norms", "find_hidden"]
 
@@ -168,17 +167,15 @@ def _sums(root, model, known):
 
     What is `known` is of an earlier one: its ops, and where its counts go in.
     """
-    every, counts, are_all = statistics_of(root, model)
-    sums = sorted((op for op in every if op not in known and forward_op_of(op) is None), key=model.order.get)
+    sums, weights, counts, are_all = statistics_of(root, model)
+    sums = sorted((op for op in sums if op not in known and forward_op_of(op) is None), key=model.order.get)
     use = use_of(root, model) if sums else None
     if use != "scales" or not are_all:
         return None, bool(sums) and (use is not None or root.outputs[0].shape.rank != 0)
-    weights, of_weights = find_weights(every, root, model)
-    counts.update(of_weights)
     counts = {place: of_counts for place, of_counts in counts.items() if place not in known}
     unknown = [op.outputs[0] for op in sums if not op.outputs[0].shape.is_fully_defined()]
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
-    if is_corrected(root, sums):
+    if not weights and is_corrected(root, sums):
         trouble = ("what it computes of its moments is multiplied by n / (n - 1), where n is a constant, the number of one "
                    "tower's examples: take it of tf.shape, or take moments by tf.nn.moments")
     if unknown:
