@@ -1,5 +1,4 @@
 """What an op depends on, and which variable it writes: questions asked of a finished graph."""
-
 import tensorflow.compat.v1 as tf
 
 from towers.private import taken_from_outside, waiting_for
@@ -14,6 +13,7 @@ _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGathe
 _PASSED_ON = frozenset(["Identity", "RefIdentity", "Switch", "RefSwitch", "Enter", "RefEnter"])
 CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
 _BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
+_NO_WRITERS = _RESOURCE_READERS | CALLS  # of what they are given
 _NO_READERS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
 _REF_READERS = frozenset(["RefMerge", "RefSelect", "RefExit", "RefNextIteration", "IsVariableInitialized"])
 
@@ -71,14 +71,14 @@ def ancestors(items, within=None, stop=(), most=None):
     return seen
 
 
-def descendants(ops, most=None):
-    """Returns the set of operations that depend on `ops`, by data or control, these included; None where it is over `most`."""
+def descendants(ops, within=None, most=None):
+    """Returns the set of operations that depend on `ops`, by data or control, these included; for arguments see `ancestors`."""
     seen, stack = set(), list(ops)
     while stack:
         if most is not None and len(seen) > most:
             return None
         op = stack.pop()
-        if op not in seen:
+        if op not in seen and (within is None or op in within):
             seen.add(op)
             stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
             stack.extend(waiting_for(op))
@@ -97,7 +97,7 @@ def written_variable(op):
         source = source.inputs[0].op
     if op.op_def is not None and op.op_def.input_arg and op.op_def.input_arg[0].is_ref:
         return None if op.type in _REF_READERS else source
-    if op.type in _RESOURCE_READERS | CALLS or source.outputs[0].dtype != tf.resource:
+    if op.type in _NO_WRITERS or source.outputs[0].dtype != tf.resource:
         return None
     return source if variable_of(source) is not None else None
 

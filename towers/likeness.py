@@ -58,8 +58,7 @@ def check_alike(towers, batches, contributions):
 
 def _paired_updates(first, other):
     """Returns pairs of the towers' own updates, none where one tower makes more: which of them it does is its policy's."""
-    own = [[update for update in tower.update_ops if not any(update is s for s in tower.context.shared_updates)]
-           for tower in (first, other)]
+    own = first.own_updates, other.own_updates
     return list(zip(*own)) if len(own[0]) == len(own[1]) else []
 
 

@@ -36,6 +36,12 @@ class Tower(NamedTuple):
         """The name scope of the tower's ops, ending in "/"."""
         return self.context.name_scope
 
+    @property
+    def own_updates(self) -> List[Operation]:
+        """Those of `update_ops` that are not shared by all towers."""
+        shared = set(map(id, self.context.shared_updates))
+        return [update for update in self.update_ops if id(update) not in shared]
+
 
 class Towers:
     """The towers of one build, a sequence of `Tower`.

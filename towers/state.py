@@ -17,7 +17,7 @@ from towers.ordering import READS, copy_before_writes, read_after, read_written,
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
-from towers.written import View, all_leaves, draws, own_leaves, takes_of_batch
+from towers.written import View, all_leaves, own_leaves
 
 __all__ = ["settle_state"]
 
@@ -76,7 +76,7 @@ class _State:
         for variable in self.variables:
             for view in self._views if _outer(variable) not in self._of_metrics else ():
                 for op in view.writes_to(variable):
-                    if op in view.needed and (takes_of_batch(op, view) or draws(op, view)):
+                    if op in view.needed and (op in view.of_batch or op in view.drawn):
                         raise ValueError(
                             "Every worker would write another value into the variable %r (%r): it is computed of the worker's "
                             "own batch, or drawn at random. Compute it of all towers' data, by towers.all_reduce or all_gather."
@@ -86,7 +86,7 @@ class _State:
         """Returns a dict from ops of later towers to tower 0's, of all that concerns writes of no tower's own data."""
         functions, found = Functions(tf.get_default_graph()), {}
         shareable = [v for v in self.variables if not any(
-            takes_of_batch(op, view) for view in self._views for op in view.writes_to(v))]
+            op in view.of_batch for view in self._views for op in view.writes_to(v))]
         of_views = []
         for view in self._views if shareable else ():
             wanted = [op for v in shareable for op in self._results_and_reads(v, view)]
@@ -124,7 +124,7 @@ class _State:
         scope = _outer(variable).name.rpartition("/")[0]
         of_metric = [v for v in self.variables if _outer(v) in self._of_metrics and _outer(v).name.rpartition("/")[0] == scope]
         writes = [(op, view) for view in self._views for v in of_metric for op in view.writes_to(v)]
-        if any(takes_of_batch(op, view) for op, view in writes):
+        if any(op in view.of_batch for op, view in writes):
             return False
         sizes = [tf.dimension_value(leaf.shape[0]) for leaf in tf.nest.flatten(self._first.tower.context.batch)
                  if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
@@ -213,11 +213,10 @@ class _State:
             if isinstance(key, str):
                 items = graph.get_collection_ref(key)
                 items[:] = self._now(items)
-        shared, same = first.tower.context.shared_updates, set(self._stands_for.values())
-        for update in first.tower.update_ops:
-            reached = ancestors([update], within=first.made).intersection(first.writes)
-            if reached and reached <= same and not any(update is item for item in shared):
-                shared.append(update)
+        same = set(self._stands_for.values())
+        of_all, apart = (descendants(ops, first.made) for ops in (same.intersection(first.writes), set(first.writes) - same))
+        first.tower.context.shared_updates.extend(
+            update for update in first.tower.own_updates if op_of(update) in of_all and op_of(update) not in apart)
         return [view.tower._replace(
             outputs=tf.nest.map_structure(self._stand_in, view.tower.outputs, expand_composites=True),
             loss=self._stand_in(view.tower.loss), update_ops=self._now(view.tower.update_ops)) for view in self._views]

@@ -54,7 +54,7 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
                          % (", ".join(repr(p) for p in POLICIES), policy))
     check_graph(replicas[0].context.meetings.graph, "collect_update_ops")
     shared = replicas[0].context.shared_updates
-    own = [[update for update in tower.update_ops if not any(update is s for s in shared)] for tower in replicas]
+    own = [tower.own_updates for tower in replicas]
     if policy == "none":
         return []
     chosen = {"first": own[:1], "last": own[-1:], "all": own}[policy]
@@ -76,9 +76,9 @@ def chosen_update_ops(replicas, update_ops):
                 raise TypeError("An update op is an operation or a tensor, not %r." % (update,))
         if replicas.peers is None:
             return list(update_ops)
-        shared = replicas[0].context.shared_updates
-        own = [update for update in update_ops if not any(update is item for item in shared)]
-        return _of_one_worker(replicas, own, "first") + [update for update in update_ops if not any(update is o for o in own)]
+        shared = set(map(id, replicas[0].context.shared_updates))
+        own, of_all = ([update for update in update_ops if (id(update) in shared) == is_shared] for is_shared in (False, True))
+        return _of_one_worker(replicas, own, "first") + of_all
     return collect_update_ops(replicas, update_ops)
 
 

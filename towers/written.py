@@ -5,14 +5,24 @@ from towers.graph_walk import ancestors, end_of, is_ref, is_variable, op_of, rea
 from towers.ordering import READS
 from towers.private import control_flow_now, control_flow_of, waiting_for
 
-__all__ = ["View", "all_leaves", "draws", "own_leaves", "takes_of_batch"]
+__all__ = ["View", "all_leaves", "own_leaves"]
 
 
 class View:
-    """What of a tower concerns its writes."""
+    """What of a tower concerns its writes.
+
+    Attributes:
+      ops, made: list and set of the operations that its model function made, without those where towers meet.
+      outputs: list of what it returned.
+      items: list of what it added to collections, without variables.
+      needed, reached: sets of those of `made` that outputs, or these and `items`, depend on.
+      writes: dict from those of `reached` that write variables to lists of these.
+      of_batch, drawn: sets of those of `made` that take what comes of the tower's own batch, or is drawn at random, as far as a
+        quick look goes: short of where towers meet.
+    """
 
     def __init__(self, tower, batch, added, writes, aggregated):
-        self.tower, self.batch = tower, batch
+        self.tower = tower
         self.ops = [op for op in tower.ops if op not in aggregated]
         self.made = set(self.ops)
         self.outputs = [leaf for leaf in tf.nest.flatten(tower.outputs, expand_composites=True) if op_of(leaf) is not None]
@@ -20,6 +30,18 @@ class View:
         self.items = [item for of_key in added.values() for item in of_key if op_of(item) is not None and not is_variable(item)]
         self.reached = self.needed | ancestors(self.items, within=self.made)
         self.writes = {op: variables for op, variables in writes.items() if op in self.reached and op in self.made}
+        self.of_batch = self._made_of(op for op in self.ops if any(end_of(tensor) in batch for tensor in op.inputs))
+        self.drawn = self._made_of(op for op in self.ops if "Random" in op.type or op.type == "Multinomial")
+
+    def _made_of(self, ops):
+        found, stack = set(), list(ops)
+        while stack:
+            op = stack.pop()
+            if op in self.made and op not in found:
+                found.add(op)
+                if op.type != "IdentityN":
+                    stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
+        return found
 
     def writes_to(self, variable):
         """Returns the ops that write a variable, in the order in which they were made."""
@@ -72,24 +94,3 @@ def all_leaves(batches):
     """Returns all of each tower's batch but scalars: what another worker's towers have other values of."""
     return [{end_of(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True)
              if tf.is_tensor(leaf) and leaf.shape.rank != 0} for batch in batches]
-
-
-def takes_of_batch(op, view):
-    """Tells whether a write takes what comes of a tower's own batch, as far as a quick look goes."""
-    return any(end_of(tensor) in view.batch for taken in _taken_by(op, view) for tensor in taken.inputs)
-
-
-def draws(op, view):
-    """Tells whether a write takes what is drawn at random, as far as a quick look goes."""
-    return any("Random" in taken.type or taken.type == "Multinomial" for taken in _taken_by(op, view))
-
-
-def _taken_by(op, view):
-    """Yields an op of a tower and those of it that its inputs are made of, short of where towers meet."""
-    seen, stack = set(), [op]
-    while stack:
-        op = stack.pop()
-        if op not in seen:
-            seen.add(op)
-            yield op
-            stack.extend(tensor.op for tensor in op.inputs if tensor.op in view.made and tensor.op.type != "IdentityN")

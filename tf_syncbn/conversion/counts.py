@@ -6,7 +6,7 @@ where these numbers themselves go in. What stands between is not the moments' ow
 """
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import ancestors, descendants
+from towers.graph_walk import descendants
 from tf_syncbn.conversion.axis_rules import reduced_axes
 
 __all__ = ["DIVISIONS", "FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
@@ -103,15 +103,21 @@ def corrected_by(number, variance):
     return found
 
 
-def is_corrected(root, sums):
+def is_corrected(root, sums, model):
     """Tells whether anything between sums or means and a root that is of them is multiplied by Bessel's correction, a constant.
 
     Args:
       root: operation.
       sums: list of operations, Sums or Means.
+      model: `tf_syncbn.conversion.layout.Examined`.
     """
     numbers = {number for number in map(_number_added_up, sums) if number and number > 1}
-    between = ancestors([root], within=descendants(sums)) - {root}
+    first, before, stack = min(map(model.order.get, sums)), set(), [root]
+    while stack:  # not back to where the network begins
+        sources = {tensor.op for tensor in stack.pop().inputs} - before
+        stack += [source for source in sources if model.order.get(source, -1) >= first]
+        before.update(stack)
+    between = descendants(sums, within=before)
     return any(corrected_by(number, tensor) for number in numbers for op in between for tensor in op.outputs[:1]
                if tensor.dtype.is_floating)
 
