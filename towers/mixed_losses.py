@@ -64,7 +64,7 @@ def warn_of_mixed(losses, towers, stacklevel=3):
                 "The loss of a tower (%r) %s, so it is no mean over examples, and the towers' average of it is not the loss of the "
                 "whole batch. Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside the "
                 "\"loss\"; else compute what takes all examples together by towers.all_reduce or towers.all_gather, or write a "
-                "loss for each example and take their mean." % (losses[0].name, _HOW[kind] % op.name), stacklevel=stacklevel + 1)
+                "loss for each example and take their mean." % (losses[0].name, _HOW[kind] % op.name), stacklevel=stacklevel)
             return True
     return False
 
