@@ -124,7 +124,7 @@ class TowerBuilder:
 
         Warns:
           UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
-            its loss is a sum over the tower's examples, or it reshapes them by a batch size of its own.
+            its loss is a sum over the tower's examples, or no mean over them; where it reshapes them by a batch size of its own.
 
         Example:
 

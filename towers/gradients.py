@@ -59,8 +59,9 @@ def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
 
     Warns:
-      UserWarning: of a `loss` that is a sum over a tower's examples; of an optimizer with a `compute_gradients` of its own, where
-        there are several towers: one that clips there clips each tower's gradients, and not their average.
+      UserWarning: of a `loss` that is a sum over a tower's examples, or no mean over them; of an optimizer with a
+        `compute_gradients` of its own, where there are several towers: one that clips there clips each tower's gradients, and
+        not their average.
     """
     return scaled_gradients(replicas, optimizer, var_list, loss)
 

@@ -55,16 +55,17 @@ def warn_of_mixed(losses, towers, stacklevel=3):
     context, outputs = towers[0].context, towers[0].outputs
     if context.num_towers == 1:
         return False
-    examples = _Examples(context)
+    examples = _Examples(towers)
     weight = outputs.get("weight") if isinstance(outputs, dict) else None
     is_counted = tf.is_tensor(weight) and examples.are_in(weight)
     for kind, op in _mixes(losses[0], examples):
         if kind not in ("divides", "counts") or not is_counted:
             warnings.warn(
-                "The loss of a tower (%r) %s, so it is no mean over examples, and the towers' average of it is not the loss of the "
-                "whole batch. Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside the "
-                "\"loss\"; else compute what takes all examples together by towers.all_reduce or towers.all_gather, or write a "
-                "loss for each example and take their mean." % (losses[0].name, _HOW[kind] % op.name), stacklevel=stacklevel)
+                "The loss of a tower (%r) %s, so it is no mean over examples, and the towers' average of it is not the loss of "
+                "the whole batch. Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside "
+                "the \"loss\"; else compute what takes all examples together by towers.all_reduce or towers.all_gather, or "
+                "write a loss for each example and take their mean." % (losses[0].name, _HOW[kind] % op.name),
+                stacklevel=stacklevel)
             return True
     return False
 
@@ -188,8 +189,9 @@ def _begins_anew(op):
 class _Examples:
     """Which tensors of a tower hold examples, and which of these hold them along their first axis, for sure."""
 
-    def __init__(self, context):
-        self._leaves, self._stand_ins = own_leaves(context), context.meetings.stand_ins
+    def __init__(self, towers):
+        of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
+        self._leaves, self._stand_ins = own_leaves(towers[0].context) - of_all, towers[0].context.meetings.stand_ins
         self._are_in, self._lie_along = {}, {}
 
     def end_at(self, tensor):

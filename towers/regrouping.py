@@ -28,8 +28,8 @@ def warn_of_regrouping(towers, stacklevel=3):
         size = _size_of_groups(op)
         if size is not None and lies_along_examples(op.inputs[0], context):
             warnings.warn(
-                "The model function makes groups of %d of a tower's examples (%r, of shape %s, by %r), and %d towers make others than "
-                "one tower of the whole batch. Where examples of a group are computed together, make groups of all towers' "
+                "The model function makes groups of %d of a tower's examples (%r, of shape %s, by %r), and %d towers make others "
+                "than one tower of the whole batch. Where examples of a group are computed together, make groups of all towers' "
                 "examples, towers.all_gather(x, with_offset=True), and take the tower's rows of what comes out."
                 % (size, op.inputs[0].name, op.inputs[0].shape, op.name, context.num_towers), stacklevel=stacklevel)
             return
