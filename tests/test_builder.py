@@ -256,6 +256,24 @@ def test_merged_joins_batches_and_averages_scalars_by_weight():
     assert replicas.merged() is replicas.merged()
 
 
+def test_none_goes_to_every_tower_and_stays_none():
+    def model_fn(x, labels, more):
+        assert labels is None and more["there"] is None
+        return {"loss": tf.reduce_mean(x), "labels": labels, "x": x}
+
+    merged = build(model_fn, (X, None, {"there": None}), 3).merged()
+    assert merged["labels"] is None
+    np.testing.assert_array_equal(run(merged["x"]), X)
+
+
+def test_a_loss_of_none_and_an_operation_among_merged_outputs_are_refused_by_what_to_do():
+    with pytest.raises(ValueError, match="The loss of tower 0 is None: return a scalar"):
+        build(lambda x: {"loss": None}, (X,))
+    replicas = build(lambda x: {"loss": tf.reduce_mean(x), "train": tf.no_op()}, (X,))
+    with pytest.raises(TypeError, match="joins and averages tensors, and the model function returned .*NoOp"):
+        replicas.merged()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("num_towers", [1, 2, 3])
 def test_the_loss_and_merged_outputs_are_named_alike_for_any_number_of_towers(num_towers, weighted):

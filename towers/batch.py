@@ -26,7 +26,7 @@ class PerTower:
 
 
 def split_batch(batch, num_towers):
-    """Splits a nested structure of tensors over towers along axis 0; scalars go to every tower.
+    """Splits a nested structure of tensors over towers along axis 0; scalars go to every tower, and None does.
 
     Args:
       batch: nested structure (of tuples, lists, dicts) of tensors or arrays; those of rank 1 or more agree in axis 0. Sparse and
@@ -42,10 +42,11 @@ def split_batch(batch, num_towers):
     """
     check_batch(batch)
     with tf.device(HOST), tf.name_scope("split_batch"):
-        leaves = [_to_tensor(leaf) for leaf in tf.nest.flatten(batch)]
-        size = _batch_size(leaves, num_towers)
+        leaves = [leaf if leaf is None else _to_tensor(leaf) for leaf in tf.nest.flatten(batch)]
+        size = _batch_size([leaf for leaf in leaves if leaf is not None], num_towers)
         sizes = even_sizes(size, num_towers)
-        parts = [_split(leaf, size, sizes, num_towers) if leaf.shape.rank else [leaf] * num_towers for leaf in leaves]
+        parts = [_split(leaf, size, sizes, num_towers) if leaf is not None and leaf.shape.rank else [leaf] * num_towers
+                 for leaf in leaves]
     return [tf.nest.pack_sequence_as(batch, list(leaves_of_tower)) for leaves_of_tower in zip(*parts)]
 
 

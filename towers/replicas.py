@@ -95,9 +95,10 @@ class Towers:
         Tensors of rank 1 or more are joined along axis 0 in the order of the towers. Scalars are averaged by weight;
         integers and booleans among them are averaged as float32. Built by the first call, on the aggregation device, where
         the towers were built: no loop or control dependency around the call has a part in it. What stands under a key of a dict
-        is named for it, "merged/KEY", for any number of towers.
+        is named for it, "merged/KEY", for any number of towers. None stays None.
 
         Raises:
+          TypeError: where an output is no tensor: an operation, say.
           ValueError: under another graph than the towers'.
           RuntimeError: if the graph is finalized and this is the first call.
         """
@@ -110,12 +111,15 @@ class Towers:
             with meetings.where_built(), tf.name_scope("merged"), tf.device(self.aggregation_device):
                 per_tower = [tf.nest.flatten(tower.outputs) for tower in self]
                 # tf.train.ExponentialMovingAverage names its variables for the tensors that it averages.
-                leaves = [tf.identity(self._merge(list(leaf)), name=name)
+                leaves = [None if leaf[0] is None else tf.identity(self._merge(list(leaf)), name=name)
                           for leaf, name in zip(zip(*per_tower), _names_of(self[0].outputs))]
                 self._merged = tf.nest.pack_sequence_as(self[0].outputs, leaves)
         return self._merged
 
     def _merge(self, leaves):
+        if isinstance(leaves[0], (tf.Operation, tf.SparseTensor, tf.IndexedSlices)):
+            raise TypeError("replicas.merged() joins and averages tensors, and the model function returned %r: leave it out of "
+                            "the outputs, and take each tower's, [tower.outputs for tower in replicas]." % (leaves[0],))
         leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
         if leaves[0].shape.rank != 0:
             return tf.concat(leaves, 0)

@@ -86,6 +86,9 @@ def _weighted(value, weight):
 
 def scalar_loss(loss, index):
     """Returns a tower's loss as a tensor; a ValueError if it is no floating point scalar."""
+    if loss is None:
+        raise ValueError("The loss of tower %d is None: return a scalar as \"loss\", or leave that key out where there is none."
+                         % index)
     loss = tf.convert_to_tensor(loss)
     if loss.shape.rank not in (0, None) or not loss.dtype.is_floating:
         raise ValueError("The loss of tower %d has to be a floating point scalar; %r is %s of shape %s. Average it over the "
