@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import towers
 from tests.support import build
 from towers.testing import assert_equals_one_batch
 
@@ -86,3 +87,21 @@ def test_rows_by_the_towers_own_number_pass_in_silence(name, num_towers, sizes, 
 
 def test_one_tower_may_know_its_batch(silent):
     build(REGROUPED["flattened"], (X,), 1)
+
+
+def deviations(x, of_all):
+    """A discriminator's standard deviation over groups of at most four examples, beside each; of all towers' where asked."""
+    y, start = towers.all_gather(x, with_offset=True) if of_all else (x, 0)
+    size = tf.minimum(4, tf.shape(y)[0])
+    y = tf.reshape(y, [size, -1, 8, 3])
+    y = tf.sqrt(tf.reduce_mean(tf.square(y - tf.reduce_mean(y, 0, keepdims=True)), 0) + 1e-8)
+    y = tf.tile(tf.reduce_mean(y, [1, 2], keepdims=True), [size, 8, 1])
+    return dense(tf.concat([x, y[start:start + tf.shape(x)[0]] if of_all else y], 2))
+
+
+def test_groups_of_a_towers_examples_are_said_and_those_of_all_towers_are_one_towers():
+    with pytest.warns(UserWarning, match="makes groups of 4 of a tower's examples"), pytest.raises(AssertionError):
+        assert_equals_one_batch(lambda x: deviations(x, False), (X,), 3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The model function makes groups")
+        assert_equals_one_batch(lambda x: deviations(x, True), (X,), 2, sizes=[5, 7])

@@ -91,6 +91,7 @@ class _Network:
         self.axis = 1 if self.is_first_channels else self.rank - 1
         self.axes = [i for i in range(self.rank) if i != self.axis]
         self.updates = {}  # name of a variable -> its last update
+        self.total = None
 
     def outputs(self):
         x = y = self.batch["x"]
@@ -109,7 +110,7 @@ class _Network:
     def losses(self, losses, features, added):
         kind, valid = self.model.loss, self.batch["valid"]
         if kind == "weighted":
-            count = tf.reduce_sum(valid)
+            count = self.num_valid()
             return {"loss": tf.div_no_nan(tf.reduce_sum(losses * valid), count) + added, "weight": count}
         if kind == "weighted by all":
             num_towers = towers.all_reduce(tf.ones([], tf.float64))
@@ -303,9 +304,18 @@ class _Network:
         if form == "squares":
             mean = tf.reduce_mean(x, self.axes, keepdims=True)
             return (mean, tf.reduce_mean(tf.square(x), self.axes, keepdims=True) - tf.square(mean)), None
+        if form == "masked":
+            count = self.num_valid() * float(np.prod(INPUTS[self.model.inputs]) / CHANNELS)
+            mean = tf.div_no_nan(tf.reduce_sum(x * weights, self.axes, keepdims=True), count)
+            return (mean, tf.div_no_nan(tf.reduce_sum(weights * tf.square(x - mean), self.axes, keepdims=True), count)), None
         weights = tf.ones_like(x) if weights is None else weights
         mean, variance = tf.nn.weighted_moments(x, self.axes, weights, keep_dims=True)
         return (mean, variance), tf.reduce_sum(weights * tf.ones_like(x)) / CHANNELS
+
+    def num_valid(self):
+        """Returns the number of valid examples: one tensor, by which moments and a loss are divided."""
+        self.total = tf.reduce_sum(self.batch["valid"]) if self.total is None else self.total
+        return self.total
 
     def _moved(self, moving, batch, momentum, collect):
         """Returns updates of moving averages, each after an earlier one of the same variable."""

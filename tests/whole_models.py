@@ -22,7 +22,7 @@ TRANSFORMS = ("clip_by_global_norm", "mask_gradients", "accumulate")
 POLICIES = ("first", "all", "last", "none")
 DEPTHS = (1, 1, 2, 2, 3, 3, 4, 5, 6)  # most of the time is the building of graphs
 # What stands where moments are taken by hand, for convert_model to find.
-BY_HAND = ("moments", "squares", "weighted") + (("tf.layers",) if has_tf_layers() else ())
+BY_HAND = ("moments", "squares", "weighted", "masked") + (("tf.layers",) if has_tf_layers() else ())
 
 
 # The arguments of a `sync_batch_norm` that is an ordinary one.
@@ -95,7 +95,8 @@ def batch_norms(draw, kinds, inputs):
     if kind == "by hand":
         form = draw(st.sampled_from(BY_HAND))
         twice = options["twice"] and form != "tf.layers"  # whose two updates of one moving average do not wait for each other
-        mask = draw(st.sampled_from(["examples", "weights"])) if form == "weighted" else None
+        mask = {"weighted": ["examples", "weights"], "masked": ["examples"]}.get(form)
+        mask = mask and draw(st.sampled_from(mask))
         return Layer(kind, dict(options, form=form, twice=twice, mask=mask))
     masks = ["examples", "weights"] + ["steps"] * (inputs == "sequences")
     options.update(

@@ -19,6 +19,7 @@ from towers.input import is_input, next_batches
 from towers.keras3 import explained
 from towers.likeness import check_alike
 from towers.meetings import Meetings
+from towers.mixed_losses import warn_of_mixed
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
                               on_machine_of, warn_of_absent_devices)
 from towers.private import take_in
@@ -123,7 +124,7 @@ class TowerBuilder:
 
         Warns:
           UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
-            its loss is a sum over the tower's examples, or it reshapes them by a batch size of its own.
+            its loss is a sum over the tower's examples, or no mean over them; where it reshapes them by a batch size of its own.
 
         Example:
 
@@ -144,8 +145,9 @@ class TowerBuilder:
                 build.peers.warn_of_same_draws(towers)
             warn_of_same_draws(towers)
             warn_of_regrouping(towers)
-            if towers[0].loss is not None:
-                warn_of_sums([tower.loss for tower in towers], towers)
+            losses = [tower.loss for tower in towers]
+            if losses[0] is not None and not warn_of_mixed(losses, towers):
+                warn_of_sums(losses, towers)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)

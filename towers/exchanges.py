@@ -156,6 +156,8 @@ def gradient_place(op):
 
 
 def stands_at_exchange(op):
-    """Tells whether `op` hands on what towers exchanged itself, beside what this tower left."""
-    place = getattr(detail_of(op), "place", None)
+    """Tells whether `op` hands on what towers exchanged itself, beside what this tower left perhaps."""
+    tower, place = current_tower(), getattr(detail_of(op), "place", None)
+    if tower is not None and op in tower.meetings.stand_ins:
+        return True
     return place is not None and op.inputs[0].op in place.meetings.stand_ins

@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import GradsAndVars, Optimizer, Tensor, UpdateOps, Variable
 from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
+from towers.mixed_losses import warn_of_mixed
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
 from towers.replicas import Tower, Towers
@@ -58,8 +59,9 @@ def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
 
     Warns:
-      UserWarning: of a `loss` that is a sum over a tower's examples; of an optimizer with a `compute_gradients` of its own, where
-        there are several towers: one that clips there clips each tower's gradients, and not their average.
+      UserWarning: of a `loss` that is a sum over a tower's examples, or no mean over them; of an optimizer with a
+        `compute_gradients` of its own, where there are several towers: one that clips there clips each tower's gradients, and
+        not their average.
     """
     return scaled_gradients(replicas, optimizer, var_list, loss)
 
@@ -72,7 +74,8 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     if len(replicas) > 1:
         _warn_of_own_gradients(optimizer)
     losses = losses_of(replicas, loss)
-    if loss is not None:  # that which the model function returned was looked at when the towers were built
+    # That which the model function returned was looked at when the towers were built.
+    if loss is not None and not warn_of_mixed(losses, replicas, stacklevel=4):
         warn_of_sums(losses, replicas, stacklevel=4)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings

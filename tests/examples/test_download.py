@@ -152,7 +152,7 @@ def test_a_download_that_is_cut_leaves_nothing(server, tmp_path):
     assert os.listdir(str(tmp_path / "data")) == []
 
 
-@pytest.mark.parametrize("content", [b"no archive", archive()[:60], b""])
+@pytest.mark.parametrize("content", [b"no archive", archive()[:60], b""], ids=["text", "cut", "empty"])
 def test_what_has_the_checksum_and_is_no_archive_is_refused(server, tmp_path, content):
     with pytest.raises(data.DataError, match="/archive can't be unpacked: "):
         unpacked(server, tmp_path, content)

@@ -9,21 +9,25 @@ import tensorflow.compat.v1 as tf
 from towers.graph_walk import descendants
 from tf_syncbn.conversion.axis_rules import reduced_axes
 
-__all__ = ["FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
+__all__ = ["DIVISIONS", "FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
            "with_counts"]
 
 SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
-FACTORS = ("Mul", "RealDiv", "Div", "DivNoNan")
+DIVISIONS = ("RealDiv", "Div", "DivNoNan")
+FACTORS = ("Mul",) + DIVISIONS
 _ARITHMETIC = SAME_VALUE + FACTORS + ("Add", "AddV2", "Sub", "Maximum", "Neg", "Reciprocal", "Inv", "FloorDiv", "Sqrt", "Pow")
 
 
-def counts_of(op, i, model):
-    """Returns the places of the numbers of examples that an input of an op is computed of; none if of other data too."""
-    found, seen, stack = set(), set(), [(op, i)]
+def counts_of(op, i, model, is_count=None):
+    """Returns the places of the numbers of examples that an input of an op is computed of; none if of other data too.
+
+    `is_count` is a function that tells whether a tensor is such a number; None is whether it is a size.
+    """
+    found, seen, stack, is_count = set(), set(), [(op, i)], is_count or model.layout.is_count
     while stack:
         place = op, i = stack.pop()
         source = op.inputs[i].op
-        if model.layout.is_count(op.inputs[i]):
+        if is_count(op.inputs[i]):
             found.add(place)
         elif source in model.of_data and source not in seen:
             if source.type not in _ARITHMETIC or model.layout.axes(op.inputs[i]):
@@ -118,19 +122,20 @@ def is_corrected(root, sums, model):
                if tensor.dtype.is_floating)
 
 
-def divisors_of(op, model, is_used):
+def divisors_of(op, model, is_used, are_weighted):
     """Looks for the numbers of examples that a sum, or what is computed of it, is multiplied or divided by.
 
     Args:
       op: operation, a Sum or Mean over examples.
       model: `tf_syncbn.conversion.layout.Examined`.
       is_used: a function of an op that tells whether examples are computed of it.
+      are_weighted: bool, whether sums of weights stand for numbers of examples, and no constant does.
 
     Returns:
       counts: a constant that is the number of what is added up is one too.
       are_known: False where the factor is a constant that may have been computed of such a number.
     """
-    counts, are_known, seen, stack = {}, True, set(), [(op.outputs[0], _number_added_up(op))]
+    counts, are_known, seen, stack = {}, True, set(), [(op.outputs[0], None if are_weighted else _number_added_up(op))]
     while stack:
         tensor, number = stack.pop()
         for consumer in set(tensor.consumers()) - seen:
@@ -139,14 +144,15 @@ def divisors_of(op, model, is_used):
             seen.add(consumer)
             if consumer.type in FACTORS and consumer.inputs[0] is not consumer.inputs[1]:
                 i = 1 if consumer.inputs[0] is tensor else 0
-                found, is_known = _number(consumer, i, model, number)
+                is_inverted = consumer.type in DIVISIONS and i == 0 and number == 1  # the 1 of 1 / n counts nothing
+                found, is_known = (set(), True) if is_inverted else _number(consumer, i, model, number)
                 are_known = are_known and is_known
                 if found:
                     counts[consumer, i] = found
             if consumer.type == "IdentityN":
                 stack += [(output, number) for output, source in zip(consumer.outputs, consumer.inputs) if source is tensor]
             elif consumer.type in ("Sum", "Mean"):
-                stack.append((consumer.outputs[0], _number_added_up(consumer)))
+                stack.append((consumer.outputs[0], None if are_weighted else _number_added_up(consumer)))
             elif consumer.type in _ARITHMETIC + ("Square", "SquaredDifference", "Rsqrt"):
                 stack.append((consumer.outputs[0], number))
     return counts, are_known

@@ -76,7 +76,7 @@ def find_batch_norms(ops, batch):
                 suspects.append(op)
     found.sort(key=lambda batch_norm: model.order[batch_norm.op])
     for k, batch_norm in enumerate(found):
-        beside = counts_beside(sum(batch_norm.moments, []), model)
+        beside = counts_beside(sum(batch_norm.moments, [op.outputs[0] for op in batch_norm.weights]), model)
         counts = dict(batch_norm.counts)
         counts.update((place, of_counts) for place, of_counts in beside.items() if place not in known)
         known.update(counts)
@@ -167,7 +167,7 @@ def _sums(root, model, known):
 
     What is `known` is of an earlier one: its ops, and where its counts go in.
     """
-    sums, counts, are_all = statistics_of(root, model)
+    sums, weights, counts, are_all = statistics_of(root, model)
     sums = sorted((op for op in sums if op not in known and forward_op_of(op) is None), key=model.order.get)
     use = use_of(root, model) if sums else None
     if use != "scales" or not are_all:
@@ -175,15 +175,15 @@ def _sums(root, model, known):
     counts = {place: of_counts for place, of_counts in counts.items() if place not in known}
     unknown = [op.outputs[0] for op in sums if not op.outputs[0].shape.is_fully_defined()]
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
-    if is_corrected(root, sums, model):
+    if not weights and is_corrected(root, sums, model):
         trouble = ("what it computes of its moments is multiplied by n / (n - 1), where n is a constant, the number of one "
                    "tower's examples: take it of tf.shape, or take moments by tf.nn.moments")
     if unknown:
         trouble = "the number of its channels is unknown, in %r of shape %s" % (unknown[0].name, unknown[0].shape)
     squares, x = find_squares(sums, model), sums[0].inputs[0]
     sums, counts = _besides(squares, sums, counts)
-    kind = "squares" if squares else "sums"
-    return BatchNorm(kind, root, x, (), sums=sums, squares=squares, counts=counts, trouble=trouble), False
+    sums, kind = [op for op in sums if op not in weights], "squares" if squares else "sums"
+    return BatchNorm(kind, root, x, (), sums=sums, squares=squares, weights=weights, counts=counts, trouble=trouble), False
 
 
 def _besides(squares, sums, counts):

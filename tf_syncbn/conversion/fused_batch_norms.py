@@ -23,6 +23,7 @@ class BatchNorm(NamedTuple):
       frozen: "fused in tf.cond": the fused op of the branch in inference mode; else None.
       sums: "squares" and "sums": list of the ops that take sums or means over examples, in order; else empty.
       squares: "squares": list of `tf_syncbn.conversion.squares.Squares`, variances of sums that are none of `sums`; else empty.
+      weights: "squares" and "sums": set of the sums of weights that moments are divided by, none of `sums`; else empty.
       counts: dict, where numbers of examples go in with the moments, see `tf_syncbn.conversion.counts`.
       corrected: "moments": list of (op, n) that give the variance times n / (n - 1), where n is a constant; else empty.
       trouble: str, why it can't be synced; or None.
@@ -35,6 +36,7 @@ class BatchNorm(NamedTuple):
     frozen: Any = None
     sums: Any = ()
     squares: Any = ()
+    weights: Any = ()
     counts: Any = ()
     corrected: Any = ()
     trouble: Any = None
@@ -43,7 +45,8 @@ class BatchNorm(NamedTuple):
     def ops(self):
         """The ops of which a gradient op tells that this batch norm has been differentiated already."""
         of_squares = [op for squares in self.squares for op in [squares.op] + squares.made_of]
-        return [self.op] + list(self.means) + list(self.sums) + of_squares + ([] if self.frozen is None else [self.frozen])
+        frozen = [] if self.frozen is None else [self.frozen]
+        return [self.op, *self.means, *self.sums, *self.weights, *of_squares, *frozen]
 
     @property
     def moments(self):

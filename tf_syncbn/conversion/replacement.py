@@ -7,6 +7,7 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
+from towers.context import current_tower
 from towers.cross_tower import all_reduce
 from towers.graph_walk import ancestors, op_of, written_variable, written_variables
 from towers.private import branch_of, rewire, wait_only_for
@@ -30,8 +31,10 @@ class Added:
         self._first_items = {key: len(graph.get_collection_ref(key)) for key in graph.collections}
 
     def ops(self):
-        """Returns the ops made since."""
-        return self.graph.get_operations()[self._first_op:]
+        """Returns the ops made since, but for what computes of all towers' what they exchange: that belongs to none."""
+        tower, ops = current_tower(), self.graph.get_operations()[self._first_op:]
+        of_all = tower.meetings.aggregated() if tower is not None else ()
+        return [op for op in ops if op not in of_all]
 
     def items(self, key):
         """Returns what was added to a collection since."""
@@ -168,7 +171,7 @@ class Replacement:
                 old = op.outputs[0]
                 self._replace(old, tf.reshape(tf.cast(new, old.dtype), old.shape))
         for op in batch_norm.sums:
-            self._replace(op.outputs[0], _over_towers(op))
+            self._replace(op.outputs[0], _over_towers(op), is_sum=op.type == "Sum")
         self._replace_counts(batch_norm)
 
     def _replace_counts(self, batch_norm):
@@ -176,17 +179,21 @@ class Replacement:
 
         def whole(count):
             if count.name not in whole_counts:
-                whole_counts[count.name] = all_reduce(count, name="count")
+                is_sum = count.op in batch_norm.weights
+                whole_counts[count.name] = _over_towers(count.op) if is_sum else all_reduce(count, name="count")
             return whole_counts[count.name]
 
         for place, of_counts in batch_norm.counts.items():
             rewire(*place, with_counts(place, of_counts, whole))
 
-    def _replace(self, old, new):
-        """Makes all that reads `old` read `new`, but for what `new` was made by."""
+    def _replace(self, old, new, is_sum=False):
+        """Makes all that reads `old` read `new`, but for what `new` was made by, and what the model exchanges of a sum."""
         new.set_shape(old.shape)
+        of_all = self._tower.meetings.aggregated() if is_sum else ()
+        if not is_sum:
+            self._tower.meetings.leave_instead(self._tower.local_index, old, new)
         for consumer in old.consumers():
-            if consumer is new.op:
+            if consumer is new.op or consumer in of_all:
                 continue
             for index, tensor in enumerate(consumer.inputs):
                 if tensor is old:

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from towers.exchanges import stands_at_exchange
 from towers.graph_walk import written_variable
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import FACTORS, SAME_VALUE, counts_of, divisors_of
 from tf_syncbn.conversion.fused_batch_norms import FUSED, is_fused, is_training
+from tf_syncbn.conversion.weights import find_weights
 
 __all__ = ["Statistics", "is_root", "roots_of", "statistics_of", "use_of"]
 
@@ -27,10 +29,12 @@ class Statistics(NamedTuple):
 
     Attributes:
       sums: set of the ops that take sums or means over examples.
-      counts: dict, where numbers of examples go in, see `tf_syncbn.conversion.counts`.
+      weights: set of those of them that are sums of weights, by which moments are divided.
+      counts: dict, where numbers of examples and sums of weights go in, see `tf_syncbn.conversion.counts`.
       are_all: whether there is nothing else: no example by itself, no maximum, no sum over a part of the batch.
     """
     sums: Any
+    weights: Any
     counts: Any
     are_all: bool
 
@@ -124,11 +128,14 @@ def statistics_of(root, model):
                     stack += [(source, k) for k in _valued(source)]
             else:
                 stack += [(source, k) for k in _valued(source)]
-    for op in sums:
-        more, are_known = divisors_of(op, model, lambda consumer: is_root(consumer) or use_of(consumer, model) is not None)
+    weights, of_weights = find_weights(sums, root, model)
+    counts.update(of_weights)
+    for op in sums - weights:
+        more, are_known = divisors_of(op, model, lambda consumer: is_root(consumer) or use_of(consumer, model) is not None,
+                                      bool(weights))
         counts.update(more)
         are_all = are_all and are_known
-    return Statistics(sums, counts, are_all)
+    return Statistics(sums, weights, counts, are_all)
 
 
 def _of_each(op, model):
@@ -167,14 +174,14 @@ def _kept(op):
 
 
 def _is_read(op, model):
-    """Tells whether examples, or what is written into variables, are computed of an op."""
+    """Tells whether examples, or what is written into variables, are computed of an op in its own tower."""
     seen, stack = {op}, [op]
     while stack:
         for tensor in stack.pop().outputs:
             for consumer in set(tensor.consumers()) - seen:
-                if consumer in model.order:
-                    if written_variable(consumer) is not None:
+                if consumer in model.order and not stands_at_exchange(consumer):
+                    if written_variable(consumer) is not None or any(map(model.layout.axes, consumer.outputs)):
                         return True
                     seen.add(consumer)
                     stack.append(consumer)
-    return use_of(op, model) is not None
+    return False

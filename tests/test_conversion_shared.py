@@ -1,0 +1,125 @@
+"""convert_model where the model function has a use of its own for what a batch norm by hand is made of.
+
+A loss that is divided by the sum of weights by which moments are divided wants the tower's own. What towers exchange is a batch
+norm's moments of the whole batch, and a sum of examples is the tower's.
+"""
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.support import build, run
+from towers.testing import assert_equals_one_batch
+
+SIZES = [[2, 5], [1, 4, 2]]
+X = np.random.RandomState(0).randn(7, 3)
+VALID = np.array([1.0, 1, 0.5, 1, 0, 2, 1])
+
+
+def assert_law(model_fn, batch, scopes, kind, **kwargs):
+    """The law for 2 and 3 uneven towers in float64, and which layers were converted."""
+    for sizes in SIZES:
+        converted = tf_syncbn.convert_model(model_fn, **kwargs)
+        assert_equals_one_batch(converted, batch, num_towers=len(sizes), sizes=sizes)
+        assert [(layer.scope, layer.kind) for layer in converted.converted] == [(scope, kind) for scope in scopes]
+
+
+def scaled(x):
+    return x * tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3)) + 0.2
+
+
+def masked(y, valid, n, form, scope="bn"):
+    """Normalizes by moments of weighted examples, which are divided by the number `n`."""
+    weights = valid[:, None]
+
+    def divided(t):
+        return {"each": lambda: tf.reduce_sum(t / n, 0), "inverse": lambda: tf.reduce_sum(t, 0) * n,
+                "doubled": lambda: 2.0 * tf.reduce_sum(t, 0) / n}.get(form, lambda: tf.reduce_sum(t, 0) / n)()
+
+    with tf.name_scope(scope):
+        mean = divided(weights * y)
+        variance = divided(weights * tf.square(y - mean))
+        if form == "corrected":
+            moving = tf.get_variable("moving_variance", [3], y.dtype, trainable=False)
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, (moving - variance * n / (n - 1)) * 0.1))
+        return tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
+
+
+NUMBERS = {
+    "plain": tf.identity, "corrected": tf.identity, "each": tf.identity, "inverse": lambda n: 1 / n,
+    "doubled": lambda n: n * 2.0,  # which is how many examples a tower has, too
+    "at least one": lambda n: tf.maximum(n, 1.0), "cast": lambda n: tf.cast(tf.reshape(n, [1]), tf.float64)}
+
+
+@pytest.mark.parametrize("form", sorted(NUMBERS))
+def test_a_loss_is_divided_by_the_towers_own_sum_of_the_weights_that_moments_are_divided_by(form):
+    def model_fn(x, valid):
+        total = tf.reduce_sum(valid)
+        n = NUMBERS[form](total)
+        y = tf.sin(2 * masked(scaled(x), valid, n, form))
+        losses = tf.reduce_sum(tf.square(y - x), 1) * valid
+        losses = {"each": lambda: tf.reduce_sum(losses / n), "inverse": lambda: tf.reduce_sum(losses) * n,
+                  "doubled": lambda: 2.0 * tf.reduce_sum(losses) / n}.get(
+                      form, lambda: tf.reduce_sum(losses) / n)()
+        return {"loss": tf.reshape(losses, []), "weight": total}
+
+    assert_law(model_fn, (X, VALID), ["bn"], "sums")
+
+
+def test_layers_share_a_sum_of_weights():
+    def model_fn(x, valid):
+        n, y = tf.reduce_sum(valid), scaled(x)
+        for scope in ("bn1", "bn2"):
+            y = tf.sin(2 * masked(y, valid, n, "plain", scope)) + x * x
+        return {"loss": tf.reduce_sum(tf.reduce_sum(tf.square(y - x), 1) * valid) / n, "weight": n}
+
+    assert_law(model_fn, (X, VALID), ["bn1", "bn2"], "sums")
+
+
+def test_a_layer_that_is_left_out_keeps_the_towers_own_sum_of_weights_and_one_that_is_not_gets_that_of_all():
+    def model_fn(x, valid):
+        n, y = tf.reduce_sum(valid), scaled(x)
+        local = masked(y, valid, n, "plain", "bn1")
+        return {"loss": tf.reduce_mean(local), "local": local, "synced": masked(y, valid, n, "plain", "bn2")}
+
+    replicas = build(tf_syncbn.convert_model(model_fn, only="bn2"), (X, VALID))
+    sizes = [4, 3]
+    outputs = run([{name: out[name] for name in ("local", "synced")} for out in (tower.outputs for tower in replicas)])
+    for out, rows in zip(outputs, np.split(np.arange(7), np.cumsum(sizes)[:-1])):
+        for name, of in (("local", rows), ("synced", np.arange(7))):
+            y, weights = 1.3 * X + 0.2, VALID[:, None]
+            mean = (weights[of] * y[of]).sum(0) / weights[of].sum()
+            variance = (weights[of] * np.square(y[of] - mean)).sum(0) / weights[of].sum()
+            np.testing.assert_allclose(out[name], (y[rows] - mean) / np.sqrt(variance + 1e-3), rtol=1e-9)
+
+
+EXCHANGED = {
+    "all_reduce": lambda mean: towers.all_reduce(mean, "mean"),
+    "exchange": lambda mean: towers.exchange(
+        [mean], lambda left: [[sum(one for one, in left) / len(left)]] * len(left), [(mean.dtype, mean.shape)])[0],
+    "all_gather": lambda mean: tf.reduce_mean(towers.all_gather(mean), 0, keepdims=True)}
+
+
+@pytest.mark.parametrize("how", sorted(EXCHANGED))
+def test_moments_that_the_model_exchanges_are_those_of_the_whole_batch(how):
+    def model_fn(x):
+        y = scaled(x)
+        with tf.name_scope("bn"):
+            mean, variance = tf.nn.moments(y, [0], keep_dims=True)
+            z = tf.sin(2 * (y - mean) * tf.rsqrt(variance + 1e-3))
+        return tf.reduce_mean(tf.square(z + tf.stop_gradient(EXCHANGED[how](mean)) - 0.3 * x))
+
+    assert_law(model_fn, (X,), ["bn"], "moments")
+
+
+def test_a_sum_that_the_model_exchanges_beside_a_batch_norm_of_the_same_examples_is_the_towers():
+    def model_fn(x, valid):
+        y = scaled(x)
+        with tf.name_scope("bn"):
+            mean, variance = tf.nn.weighted_moments(y, [0], valid[:, None] * tf.ones_like(y), keep_dims=True)
+            z = tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
+        of_all = towers.all_reduce(tf.reduce_sum(y, 0)) / towers.all_reduce(tf.cast(tf.shape(y)[0], y.dtype))
+        return tf.reduce_mean(tf.square(tf.sin(z) + y - 0.5 * of_all))
+
+    assert_law(model_fn, (X, VALID), ["bn"], "sums")

@@ -1,0 +1,229 @@
+"""Losses that take a tower's examples together: said where towers train otherwise than one, and nowhere else."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import build
+from towers.testing import assert_equals_one_batch
+
+B, C = 12, 4
+RNG = np.random.RandomState(3)
+X, MASK, CLASSES = RNG.randn(B, C), np.array([1., 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]), RNG.randint(0, 3, B)
+BATCH = (X, MASK, CLASSES)
+WORDS = "so it is no mean over examples"
+
+
+def weights(dtype=tf.float64):
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        return tf.get_variable("w", [C], dtype, tf.ones_initializer())
+
+
+def features(x):
+    return tf.sin(x * weights(x.dtype)) - 0.3
+
+
+def losses(x):
+    return tf.reduce_sum(tf.square(features(x)), 1)
+
+
+def sigmoids(x):
+    return tf.sigmoid(tf.reduce_sum(features(x), 1))
+
+
+def masked(x, mask):
+    return tf.reduce_sum(losses(x) * mask) / tf.reduce_sum(mask)
+
+
+def distances(x):
+    y = features(x)
+    return tf.reduce_sum(tf.square(y[:, None] - y[None]), 2)
+
+
+def products(x):
+    y = tf.nn.l2_normalize(features(x), 1)
+    return tf.matmul(y, y, transpose_b=True)
+
+
+def dice(x, mask):
+    return 1 - 2 * tf.reduce_sum(sigmoids(x) * mask) / (tf.reduce_sum(sigmoids(x)) + tf.reduce_sum(mask) + 1e-3)
+
+
+def hardest(x):
+    return tf.nn.top_k(losses(x), tf.shape(x)[0] // 2)
+
+
+def normed(x):
+    y = tf.reduce_sum(features(x), 1)
+    return (y - tf.reduce_mean(y)) / tf.math.reduce_std(y)
+
+
+MIXED = {
+    "a mask's loss over its size": lambda x, mask, _: masked(x, mask),
+    "over its size and more": lambda x, mask, _: tf.div_no_nan(tf.reduce_sum(losses(x) * mask), 1e-5 + tf.reduce_sum(mask)),
+    "each over the size": lambda x, mask, _: tf.reduce_sum(losses(x) * mask / tf.maximum(tf.reduce_sum(mask), 1)),
+    "times one over the size": lambda x, mask, _: 1 / tf.reduce_sum(mask) * tf.reduce_sum(losses(x) * mask),
+    "beside a mean": lambda x, mask, _: tf.reduce_mean(losses(x)) + 0.1 * masked(x, mask),
+    "of tf.losses": lambda x, mask, _: tf.losses.compute_weighted_loss(losses(x), mask),
+    "of tf.boolean_mask": lambda x, mask, _: tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)),
+    "of tf.boolean_mask, by its size": lambda x, mask, _: tf.reduce_sum(tf.boolean_mask(losses(x), mask > 0)) / tf.cast(
+        tf.size(tf.boolean_mask(mask, mask > 0)), x.dtype),
+    "dice": lambda x, mask, _: dice(x, mask),
+    "dice of each class": lambda x, _, classes: tf.reduce_mean(
+        tf.reduce_sum(tf.nn.softmax(features(x)) * tf.one_hot(classes, C, dtype=x.dtype), 0)
+        / (1e-3 + tf.reduce_sum(tf.nn.softmax(features(x)), 0))),
+    "a root": lambda x, *_: tf.sqrt(tf.reduce_mean(losses(x))),
+    "a norm": lambda x, *_: tf.norm(features(x)),
+    "a root of an l2_loss": lambda x, *_: tf.sqrt(tf.nn.l2_loss(features(x))),
+    "free bits": lambda x, *_: tf.reduce_sum(tf.maximum(tf.reduce_mean(tf.square(features(x)), 0), 0.5)),
+    "a covariance": lambda x, *_: tf.reduce_sum(tf.square(tf.matmul(features(x), features(x), transpose_a=True))),
+    "the largest": lambda x, *_: tf.reduce_max(losses(x)),
+    "the hardest": lambda x, *_: tf.reduce_mean(hardest(x)[0]),
+    "the hardest by their number": lambda x, *_: tf.reduce_mean(tf.gather(losses(x), hardest(x)[1])),
+    "those over the hardest": lambda x, *_: tf.reduce_mean(
+        losses(x) * tf.cast(losses(x) >= hardest(x)[0][-1], x.dtype)),
+    "distances": lambda x, *_: tf.reduce_mean(tf.reduce_max(distances(x), 1)),
+    "products": lambda x, *_: tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits_v2(
+        labels=tf.eye(tf.shape(x)[0], dtype=x.dtype), logits=products(x))),
+    "products, turned": lambda x, *_: tf.reduce_mean(tf.square(tf.matmul(features(x), tf.transpose(features(x))))),
+    "of what is standardized": lambda x, *_: tf.reduce_mean(tf.square(normed(x) - 0.2)),
+    "in a dict": lambda x, mask, _: {"loss": masked(x, mask), "mask": mask},
+    "with the number of examples": lambda x, mask, _: {"loss": masked(x, mask), "weight": tf.shape(x)[0]},
+    "a root with its number": lambda x, mask, _: {"loss": tf.sqrt(masked(x, mask)), "weight": tf.reduce_sum(mask)}}
+
+
+def of_each_example(x, mask, _):
+    intersection = tf.reduce_sum(tf.nn.softmax(features(x)) * mask[:, None], 1)
+    return tf.reduce_mean(tf.sqrt(0.1 + intersection / (1e-3 + tf.reduce_sum(tf.square(features(x)), 1))))
+
+
+def in_a_loop(x, mask, _):
+    def of_one(row):
+        return tf.sqrt(tf.reduce_sum(tf.square(row))) / (1 + tf.reduce_max(tf.abs(row)))
+
+    return tf.reduce_mean(tf.map_fn(of_one, features(x)))
+
+
+def time_major(x, mask, _):
+    y = tf.transpose(features(x))
+    return tf.reduce_mean(tf.sqrt(tf.reduce_sum(tf.square(y), 0) / (1 + tf.reduce_max(tf.abs(y), 0))))
+
+
+def of_all(x, mask, _):
+    loss = towers.current_tower().num_towers * tf.reduce_sum(losses(x) * mask) / towers.all_reduce(tf.reduce_sum(mask))
+    return {"loss": loss, "weight": 1.0}
+
+
+def against_all(x, *_):
+    y = tf.nn.l2_normalize(features(x), 1)
+    logits = tf.matmul(y, towers.all_gather(y), transpose_b=True)
+    return tf.reduce_mean(tf.reduce_logsumexp(logits, 1))
+
+
+def divided_slopes(x, *_):
+    slopes, = tf.gradients(tf.reduce_sum(losses(x)), x)
+    return tf.reduce_mean(tf.square(tf.sqrt(tf.reduce_sum(tf.square(slopes), 1)) - 1))
+
+
+def printed(x, *_):
+    loss = tf.reduce_mean(losses(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tf.Print(loss, [tf.sqrt(loss)], first_n=0)
+
+
+MEANS = {
+    "a mean": lambda x, *_: tf.reduce_mean(losses(x)),
+    "means": lambda x, mask, _: 0.5 * tf.reduce_mean(losses(x)) - tf.reduce_mean(losses(x) * mask),
+    "a mean of means": lambda x, *_: tf.reduce_mean(tf.reduce_mean(features(x), 0) * [1., 2., 3., 4.]),
+    "a mean whose mean is subtracted": lambda x, *_: tf.reduce_mean(losses(x) - 0.5 * tf.reduce_mean(losses(x))),
+    "by their number": lambda x, *_: tf.reduce_sum(losses(x)) / tf.cast(tf.shape(x)[0], x.dtype),
+    "of tf.losses": lambda x, *_: tf.losses.compute_weighted_loss(losses(x)),
+    "with a decay": lambda x, *_: tf.reduce_mean(losses(x)) + 0.1 * tf.norm(weights()) / tf.reduce_sum(weights()),
+    "of each example": of_each_example,
+    "in a loop": in_a_loop,
+    "of each example, turned": time_major,
+    "of the largest of each": lambda x, *_: tf.reduce_mean(tf.nn.top_k(features(x), 2)[0]),
+    "over what is counted": lambda x, mask, _: {"loss": masked(x, mask), "weight": tf.reduce_sum(mask)},
+    "guarded": lambda x, mask, _: {"weight": tf.reduce_sum(mask), "loss": tf.where(
+        tf.reduce_sum(mask) > 0, 1 / tf.maximum(tf.reduce_sum(mask), 1) * tf.reduce_sum(losses(x) * mask), 0.0)},
+    "of tf.boolean_mask, counted": lambda x, mask, _: {
+        "loss": tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)), "weight": tf.reduce_sum(mask)},
+    "over the size of all masks": of_all,
+    "against all": against_all,
+    "of slopes": divided_slopes,
+    "printed": printed}
+
+
+def model_of(table, name, size):
+    def model_fn(*batch):
+        if size == "unknown":
+            batch = [tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:]) for x in batch]
+        return table[name](*batch)
+    return model_fn
+
+
+def batch_for(name):
+    """Returns the batch, in float32 for what computes in it always."""
+    return tuple(x.astype(np.float32) if "tf.losses" in name and x.dtype == float else x for x in BATCH)
+
+
+@pytest.fixture
+def silent():
+    """Makes our warnings errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The loss of a tower")
+        yield
+
+
+@pytest.mark.parametrize("size", ["known", "unknown"])
+@pytest.mark.parametrize("name", sorted(MIXED))
+def test_what_takes_all_examples_of_a_tower_together_is_another_loss_and_is_said(name, size):
+    with pytest.warns(UserWarning, match=WORDS):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(model_of(MIXED, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
+
+
+@pytest.mark.parametrize("size", ["known", "unknown"])
+@pytest.mark.parametrize("name", sorted(MEANS))
+def test_means_over_examples_are_those_of_the_whole_batch_and_pass_in_silence(name, size, silent):
+    assert_equals_one_batch(model_of(MEANS, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
+
+
+def test_one_tower_may_mix_its_examples(silent):
+    build(MIXED["dice"], BATCH, 1)
+
+
+def test_a_quotient_is_no_sum_that_is_divided_by_nothing():
+    with pytest.warns(UserWarning) as caught:
+        build(MIXED["each over the size"], BATCH, 2)
+    assert [w for w in caught if WORDS in str(w.message)]
+    assert not [w for w in caught if "is a sum over" in str(w.message)]
+
+
+def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):
+    replicas = build(lambda x, mask, _: {"mean": tf.reduce_mean(losses(x)), "dice": dice(x, mask)}, BATCH, 2)
+    optimizer = tf.train.GradientDescentOptimizer(0.1)
+    towers.compute_gradients(replicas, optimizer, loss="mean")
+    with pytest.warns(UserWarning, match=WORDS) as caught:
+        warnings.simplefilter("always")
+        towers.compute_gradients(replicas, optimizer, loss="dice")
+    assert [w.filename for w in caught if WORDS in str(w.message)] == [__file__]
+
+
+def test_the_warning_names_what_mixes():
+    with pytest.warns(UserWarning, match="computes 'tower_0/Sqrt' of a sum"):
+        build(MIXED["a root"], BATCH, 2)
+    with pytest.warns(UserWarning, match="is divided by what depends on .*return that number as \"weight\""):
+        build(MIXED["dice"], BATCH, 2)
+
+
+def test_a_deep_model_is_followed_without_recursion(silent):
+    def model(x, *_):
+        for _ in range(3000):
+            x = tf.identity(x)
+        return tf.reduce_mean(losses(x))
+
+    build(model, BATCH, 2)
