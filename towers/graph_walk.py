@@ -3,14 +3,15 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import taken_from_outside, waiting_for
 
-__all__ = ["CALLS", "VARIABLES", "ancestors", "calls_of", "descendants", "end_of", "is_ref", "is_variable", "op_of",
-           "reads_of", "variable_of", "writes_of", "written_variable", "written_variables"]
+__all__ = ["CALLS", "LOOPS_BACK", "VARIABLES", "ancestors", "calls_of", "descendants", "end_of", "in_circles", "is_ref",
+           "is_variable", "op_of", "reads_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
                                "VarIsInitializedOp", "DestroyResourceOp"])
 # What a variable goes through on its way into a tf.cond or tf.while_loop of control flow 1.
 _PASSED_ON = frozenset(["Identity", "RefIdentity", "Switch", "RefSwitch", "Enter", "RefEnter"])
+LOOPS_BACK = frozenset(["NextIteration", "RefNextIteration"])  # of control flow 1, the circles in a graph
 CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
 _BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
 _NO_WRITERS = _RESOURCE_READERS | CALLS  # of what they are given
@@ -83,6 +84,25 @@ def descendants(ops, within=None, most=None):
             stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
             stack.extend(waiting_for(op))
     return seen
+
+
+def in_circles(graph):
+    """Returns the set of operations that come after themselves, or after such: not by a loop's way back."""
+    sources = {op: {source for source in [tensor.op for tensor in op.inputs] + op.control_inputs
+                    if source.type not in LOOPS_BACK} for op in graph.get_operations()}
+    later = {}
+    for op, of_op in sources.items():
+        for source in of_op:
+            later.setdefault(source, []).append(op)
+    ready = [op for op, of_op in sources.items() if not of_op]
+    while ready:
+        op = ready.pop()
+        del sources[op]
+        for each in later.get(op, ()):
+            sources[each].remove(op)
+            if not sources[each]:
+                ready.append(each)
+    return set(sources)
 
 
 def written_variable(op):

@@ -5,7 +5,8 @@ from towers.gradient_hook import with_gradient
 from towers.graph_walk import is_ref, variable_of
 from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
 
-__all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin", "value_before_writes"]
+__all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
+           "value_before_writes"]
 
 READS = ("Identity", "ReadVariableOp")
 
@@ -28,6 +29,16 @@ def read_after(op, earlier, movable):
                 # A ref variable has one read op, shared by all: this op gets a read of its own.
                 with tf.device(source.device), tf.control_dependencies(earlier[variable.name]):
                     rewire(op, index, _read(source))
+
+
+def takers_of(variable):
+    """Returns the ops that take a variable, or what is read of it, a list; those of a loop of control flow 1 too."""
+    found, stack = [], list(variable.outputs)
+    while stack:
+        consumers = stack.pop().consumers()
+        found += consumers
+        stack += [op.outputs[0] for op in consumers if op.type in READS + ("Enter", "RefEnter")]
+    return found
 
 
 def _outside_of_loop(op):

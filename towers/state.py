@@ -12,8 +12,8 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.functions import Functions
-from towers.graph_walk import ancestors, descendants, is_variable, op_of, variable_of, writes_of, written_variables
-from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin
+from towers.graph_walk import ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables
+from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
@@ -68,6 +68,7 @@ class _State:
         self._writes = {op for view in views for op in view.writes}
         self._twins = self._find_twins()
         self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
+        self._waits = []  # (a tower's write, the results of an earlier tower's that it waits for, the variable)
         self._last = {}  # a tower's write -> the last tower's, whose result stands for its own in what is handed out
         self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
 
@@ -148,39 +149,50 @@ class _State:
 
         What the outputs hand out of a write waits for the last one; of a metric so does what stands in collections.
         """
-        earlier, last = {}, writes[-1][-1]
+        earlier, takers = {}, takers_of(variable)
         for view, of_tower in zip(self._views, writes):
-            direct = ancestors(view.outputs + (view.items if is_metric else []), within=view.made, stop=of_tower)
             if earlier:
-                within = ancestors(of_tower, within=view.made) - direct
-                for op in within:
-                    read_after(op, earlier, within)
+                movable = dict.fromkeys(
+                    op for op in takers if op in view.made and view.leads_to(op, of_tower, is_metric) == "writes")
+                for op in movable:
+                    read_after(op, earlier, movable)
                 for op in of_tower:
-                    if op in ancestors(earlier[variable.name]):
-                        raise ValueError(
-                            "The towers can't write the variable %r one after the other: they meet between %r and an earlier "
-                            "tower's write. Write it once in a model function, or compute it of all towers' data."
-                            % (_outer(variable).name, op.name))
+                    self._waits.append((op, earlier[variable.name], variable))
                     run_after_in(op, earlier[variable.name], view.ops)
-            if len(of_tower) == 1:
-                self._read_after_all(variable, of_tower[0], last, view, direct, is_metric)
             earlier = {variable.name: [result for op in of_tower for result in view.results(op)]}
+        self._read_after_all(variable, writes, is_metric)
 
-    def _read_after_all(self, variable, write, last, view, direct, is_metric):
-        """Lets what reads a variable after its tower's write read it after the last tower's."""
-        if write is last or control_flow_of(last) is not control_flow_now(last.graph):
+    def _read_after_all(self, variable, writes, is_metric):
+        """Lets what reads a variable after its tower's one write read it after the last tower's."""
+        last = writes[-1][-1]
+        if control_flow_of(last) is not control_flow_now(last.graph):
             return
-        before_last = ancestors([last])
-        self._last[write] = last
-        for op, _ in view.uses(variable, of_items=is_metric):
-            if op not in before_last and write in ancestors([op], within=view.made):
+        behind, taken = [], []
+        for view, write in ((view, of_tower[0]) for view, of_tower in zip(self._views, writes) if len(of_tower) == 1):
+            if write is not last:
+                self._last[write] = last
+                behind += [(op, view) for op, _ in view.uses(variable, of_items=is_metric)
+                           if write in ancestors([op], within=view.made)]
+                taken += [(op, *pair) for pair in zip(write.outputs, last.outputs) for op in pair[0].consumers()
+                          if op in view.made and view.leads_to(op, [write], is_metric) == "outputs"]
+        before_last = ancestors([last]) if behind or taken else ()
+        for op, view in behind:
+            if op not in before_last:
                 run_after_in(op, [last], view.ops)
-        for tensor, of_last in zip(write.outputs, last.outputs):
-            for op in tensor.consumers():
-                if op in direct and op not in before_last:
-                    for index, taken in enumerate(op.inputs):
-                        if taken is tensor:
-                            rewire(op, index, of_last)
+        for op, tensor, of_last in taken:
+            for index, source in enumerate(op.inputs):
+                if source is tensor and op not in before_last:
+                    rewire(op, index, of_last)
+
+    def _refuse_circles(self):
+        """Raises ValueError where a tower's write waits for an earlier tower's, which comes after it."""
+        left = in_circles(tf.get_default_graph()) if self._waits else ()
+        for op, earlier, variable in self._waits if left else ():
+            if op in ancestors(earlier, within=left):
+                raise ValueError(
+                    "The towers can't write the variable %r one after the other: they meet between %r and an earlier "
+                    "tower's write. Write it once in a model function, or compute it of all towers' data."
+                    % (_outer(variable).name, op.name))
 
     def _protect(self, variable, writes):
         """Makes writes wait for what reads the variable before them, in every tower."""
@@ -208,6 +220,7 @@ class _State:
 
     def result(self):
         """Returns the towers with what stands for their outputs and updates now, and replaces what stands in collections."""
+        self._refuse_circles()
         graph, first = tf.get_default_graph(), self._first
         for key in graph.collections if self._stands_for or self._last else ():
             if isinstance(key, str):

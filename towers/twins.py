@@ -4,13 +4,12 @@ The twin of an op has its type, attributes and inputs: the same tensors from out
 among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
 in one tower is the twin of the first in the other.
 """
-from towers.graph_walk import is_ref
+from towers.graph_walk import LOOPS_BACK, is_ref
 from towers.private import control_flow_of, taken_from_outside
 
 __all__ = ["find_twins"]
 
 _SAME_VALUE = frozenset(["Identity", "IdentityN", "StopGradient", "PreventGradient"])
-_NEXT = frozenset(["NextIteration", "RefNextIteration"])
 _ENTER = frozenset(["Enter", "RefEnter"])
 _STATE = frozenset(["VarHandleOp", "Variable", "VariableV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 
@@ -73,7 +72,7 @@ def _what(op, own, names, functions, writes, ops):
         return None
     inputs = []
     for tensor in op.inputs:
-        if tensor.op.type in _NEXT:  # the loop's body is made of what enters it
+        if tensor.op.type in LOOPS_BACK:  # the loop's body is made of what enters it
             inputs.extend((enter, 0) for enter in ops if enter.type in _ENTER and control_flow_of(enter) is control_flow_of(op))
         else:
             inputs.append(_source(tensor))

@@ -26,8 +26,9 @@ class View:
         self.ops = [op for op in tower.ops if op not in aggregated]
         self.made = set(self.ops)
         self.outputs = [leaf for leaf in tf.nest.flatten(tower.outputs, expand_composites=True) if op_of(leaf) is not None]
-        self.needed = ancestors(self.outputs, within=self.made)
         self.items = [item for of_key in added.values() for item in of_key if op_of(item) is not None and not is_variable(item)]
+        self._ends = set(map(op_of, self.outputs)), set(map(op_of, self.outputs + self.items))
+        self.needed = ancestors(self.outputs, within=self.made)
         self.reached = self.needed | ancestors(self.items, within=self.made)
         self.writes = {op: variables for op, variables in writes.items() if op in self.reached and op in self.made}
         self.of_batch = self._made_of(op for op in self.ops if any(end_of(tensor) in batch for tensor in op.inputs))
@@ -61,6 +62,24 @@ class View:
                 stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
                 stack.extend(waiting_for(op))
         return sorted(found, key=lambda result: result.name)
+
+    def leads_to(self, op, writes, of_items=False):
+        """Tells whether an op leads to "outputs" by a way beside `writes`, else to these "writes", or to neither, None.
+
+        With `of_items` what stands in collections counts as outputs too.
+        """
+        ends, found, seen, stack = self._ends[bool(of_items)], None, set(), [op]
+        while stack:
+            op = stack.pop()
+            if op in writes:
+                found = "writes"
+            elif op in self.made and op not in seen:
+                if op in ends:
+                    return "outputs"
+                seen.add(op)
+                stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())
+                stack.extend(waiting_for(op))
+        return found
 
     def uses(self, variable, of_items=False):
         """Returns how what the outputs need reads a variable: pairs of an op and the number of an input.

@@ -3,12 +3,11 @@
 What is computed of the whole batch's moments alone is the same in every tower, so its update of a variable is one that all
 towers share. A loop of control flow 1 is a circle in the graph, so each question is asked by `settle`.
 """
-from towers.graph_walk import variable_of, written_variables
+from towers.graph_walk import LOOPS_BACK, variable_of, written_variables
 
 __all__ = ["depend_on_data", "depend_on_variables", "find_statistics", "find_updates", "is_of_variables", "settle"]
 
 _PASSED_ON = ("Identity", "RefIdentity", "ReadVariableOp", "Enter", "RefEnter", "Switch", "RefSwitch", "Cast")
-_LOOPS_BACK = ("NextIteration", "RefNextIteration")
 
 
 def settle(ops, rule):
@@ -24,7 +23,7 @@ def settle(ops, rule):
       A dict from `ops` to their answers.
     """
     order, answers = _sorted(ops), {}
-    num_loops = sum(op.type in _LOOPS_BACK for op in ops)
+    num_loops = sum(op.type in LOOPS_BACK for op in ops)
     for _ in range(1 + num_loops):  # on its way to any op an answer comes once at most to each end of a loop
         before = dict(answers)
         for op in order:
@@ -151,5 +150,5 @@ def _sorted(ops):
             done.add(op)
             stack.append((op, True))
             stack.extend((source, False) for source in [t.op for t in op.inputs] + op.control_inputs
-                         if source in made and source not in done and source.type not in _LOOPS_BACK)
+                         if source in made and source not in done and source.type not in LOOPS_BACK)
     return order
