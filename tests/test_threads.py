@@ -41,6 +41,8 @@ def in_threads(*functions):
 def session(pool=None, initializer=None):
     """A session whose pools have `pool` threads, with variables initialized, by an op of a graph that several threads use."""
     config = tf.ConfigProto(intra_op_parallelism_threads=pool or 0, inter_op_parallelism_threads=pool or 0)
+    # In a loop of 1.15.5 Grappler orders products otherwise from session to session, see docs/numerics.md.
+    config.graph_options.rewrite_options.arithmetic_optimization = 2  # OFF
     made = tf.Session(config=towers.session_config(cpus(4), config))
     made.run(tf.global_variables_initializer() if initializer is None else initializer)
     return made
