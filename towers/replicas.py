@@ -117,7 +117,7 @@ class Towers:
         return self._merged
 
     def _merge(self, leaves):
-        if isinstance(leaves[0], (tf.Operation, tf.SparseTensor, tf.IndexedSlices)):
+        if isinstance(leaves[0], (tf.Operation, tf.SparseTensor)):
             raise TypeError("replicas.merged() joins and averages tensors, and the model function returned %r: leave it out of "
                             "the outputs, and take each tower's, [tower.outputs for tower in replicas]." % (leaves[0],))
         leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
