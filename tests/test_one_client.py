@@ -217,7 +217,7 @@ builder = towers.TowerBuilder(["/job:worker/task:0/cpu:0", "/job:worker/task:1/c
 replicas = builder.build(lambda x: tf.reduce_mean(tf.square(x - tf.get_variable("w", [3]))), (tf.ones([4, 3]),))
 train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
 config = towers.session_config(builder.devices)
-with towers.workers.watched_session(sys.argv[1:], config=config, time_limit=3) as session:
+with towers.workers.watched_session(sys.argv[1:], config=config, time_limit=6) as session:
     session.run(tf.global_variables_initializer())
     session.run(train_op)
     print("trains", flush=True)

@@ -24,6 +24,8 @@ import os, signal, sys, time
 import tensorflow.compat.v1 as tf
 tf.disable_eager_execution()
 import towers
+print("imported", flush=True)
+sys.stdin.readline()
 workers = towers.workers.connect(time_limit=%d)
 """
 STEPS = CONNECTED + """
@@ -59,19 +61,25 @@ with tf.train.MonitoredTrainingSession(workers.target, config=workers.session_co
 
 
 def two_workers(script):
-    """Starts two workers."""
+    """Starts two workers, which connect when both have imported TensorFlow: on a busy machine one may take seconds longer."""
     addresses = ["localhost:%d" % port for port in free_ports(2)]
-    return [subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True,
-        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3", TF_CONFIG=json.dumps(
+    workers = [subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        universal_newlines=True, env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3", TF_CONFIG=json.dumps(
             {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}))) for rank in (0, 1)]
+    for worker in workers:
+        assert worker.stdout.readline() == "imported\n"
+    for worker in workers:
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+    return workers
 
 
 @pytest.mark.parametrize("wrong,time_limit,message", [
     ("os.kill(os.getpid(), signal.SIGKILL)", 300, "for worker 1 .*, which has ended, or never began"),
     ("sys.exit(0)", 300, "for worker 1 .*, which has ended, or never began"),
-    ("os.kill(os.getpid(), signal.SIGSTOP)", 3, "for worker 1 .*, which does not answer: it is stopped, or hangs"),
-    ("time.sleep(60)", 3, r"the time limit\. All others answer \(worker 1 .*\), so one of them comes to no such step"),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", 5, "for worker 1 .*, which does not answer: it is stopped, or hangs"),
+    ("time.sleep(60)", 5, r"the time limit\. All others answer \(worker 1 .*\), so one of them comes to no such step"),
 ])
 def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, time_limit, message):
     workers = two_workers(STEPS.replace("WRONG", wrong) % time_limit)
