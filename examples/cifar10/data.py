@@ -236,9 +236,11 @@ class Pipeline(order.Pipeline):
     Args:
       source: `Images`.
       batch_size, training, seed, rows: as for `order.Pipeline`.
+      cutout: int, the side in pixels of a square of each training image that is made the mean color, its center anywhere in
+        the image (DeVries and Taylor, "Improved Regularization of Convolutional Neural Networks with Cutout", 2017).
     """
 
-    def __init__(self, source, batch_size, training, seed=0, rows=None):
+    def __init__(self, source, batch_size, training, seed=0, rows=None, cutout=0):
         with tf.device("/cpu:0"), tf.name_scope("input"):
             images = tf.placeholder(tf.uint8, (None,) + IMAGE_SHAPE)
             labels = tf.placeholder(tf.int32, [None])
@@ -246,18 +248,28 @@ class Pipeline(order.Pipeline):
             def example(epoch, index):
                 image = tf.gather(images, index)
                 if training:
-                    image = _augment(image, tf.stack([seed + 7919 * epoch, index]))
+                    draws = tf.random.stateless_uniform([5], tf.stack([seed + 7919 * epoch, index]))
+                    image = _augment(image, draws[:3])
                 image = (tf.cast(tf.reshape(image, IMAGE_SHAPE), tf.float32) - _MEAN) / _STD
+                if training and cutout:
+                    image *= _outside_of_square(draws[3:], cutout)
                 return image, tf.gather(labels, index)
 
             super().__init__(len(source.labels), example, batch_size, training, seed, rows,
                              {images: source.images, labels: source.labels})
 
 
-def _augment(image, seed):
-    """Pads by 4, crops 32 x 32, and flips half of the images, as `seed`, int64 [2], says."""
-    draws = tf.random.stateless_uniform([3], seed)
+def _augment(image, draws):
+    """Pads by 4, crops 32 x 32, and flips half of the images, as `draws`, three numbers from 0 to 1, say."""
     offset = tf.cast(draws[:2] * (2 * _PAD + 1), tf.int32)
     image = tf.pad(image, [[_PAD, _PAD], [_PAD, _PAD], [0, 0]])
     image = tf.slice(image, tf.concat([offset, [0]], 0), IMAGE_SHAPE)
     return tf.cond(draws[2] < 0.5, lambda: tf.reverse(image, [1]), lambda: image)
+
+
+def _outside_of_square(draws, side):
+    """Returns [32, 32, 1] of 0 within a square, whose center is where the two `draws` say, and 1 elsewhere."""
+    first = tf.cast(tf.floor(draws * IMAGE_SHAPE[0]), tf.int32) - side // 2
+    along = tf.range(IMAGE_SHAPE[0])[:, tf.newaxis]
+    within = tf.logical_and(along >= first, along < first + side)  # rows, and columns
+    return tf.cast(tf.logical_not(tf.logical_and(within[:, :1], within[:, 1])), tf.float32)[:, :, tf.newaxis]

@@ -17,7 +17,7 @@ def cifar10(settings, dataset, dtype=None):
     """Returns the `Task` of a ResNet.
 
     Args:
-      settings: of the command line: batch_size, depth, label_smoothing, recipe, seed, sync_bn, weight_decay.
+      settings: of the command line: batch_size, cutout, depth, label_smoothing, recipe, seed, sync_bn, weight_decay.
       dataset: `data.Dataset`.
       dtype: of the model, as for `resnet`.
 
@@ -33,7 +33,8 @@ def cifar10(settings, dataset, dtype=None):
         model_name="ResNet-%d" % settings.depth, data_name=dataset.name,
         identity={"depth": settings.depth, "data": dataset.name},
         num_images=len(dataset.train.labels),
-        training_input=lambda rows: data.Pipeline(dataset.train, settings.batch_size, True, settings.seed, rows),
+        training_input=lambda rows: data.Pipeline(
+            dataset.train, settings.batch_size, True, settings.seed, rows, settings.cutout),
         test_input=lambda part, parts: data.Pipeline(
             data.Images(*(values[part::parts] for values in dataset.test)), EVALUATION_BATCH, False),
         model_fn=model_fn,

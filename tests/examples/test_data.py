@@ -188,3 +188,22 @@ def test_augmented_image_is_a_crop_of_the_padded_one_or_its_mirror():
         assert found, "no crop"
         kinds.add(found[0][2])
     assert kinds == {False, True}
+
+
+@pytest.mark.parametrize("side", [1, 6, 15, 100])
+def test_cutout_blanks_a_square_of_an_image_and_changes_nothing_else(side):
+    source = data.generate(60, 10).train
+    pipelines = [data.Pipeline(source, 60, True, 3, cutout=cutout) for cutout in (0, side)]
+    with tf.Session() as session:
+        (whole, labels), (cut, same_labels) = [batches(pipeline, session)[0] for pipeline in pipelines]
+    np.testing.assert_array_equal(labels, same_labels)
+    centers = set()
+    for image, changed in zip(whole, cut):
+        blank = (changed == 0).all(2) & (image != 0).any(2)
+        np.testing.assert_array_equal(changed[~blank], image[~blank])
+        tall, wide = [np.flatnonzero(blank.any(axis)) for axis in (1, 0)]
+        assert blank.sum() == len(tall) * len(wide) == (np.ptp(tall) + 1) * (np.ptp(wide) + 1)
+        for along in (tall, wide):  # the square may reach beyond an edge
+            assert len(along) == side or len(along) < side and (along[0] == 0 or along[-1] == 31)
+        centers.add((tall[0], wide[0]))
+    assert len(centers) > 30 or side == 100

@@ -77,7 +77,7 @@ def test_a_folder_from_before_there_were_recipes_goes_on_and_says_what_changes(t
     assert train.main(command + ["--epochs", "1", "--weight-decay", "1e-4"]) == 0
     path = tmp_path / "settings.json"
     settings = json.loads(path.read_text())
-    for name in ("recipe", "label_smoothing"):
+    for name in ("recipe", "label_smoothing", "cutout"):
         del settings[name]
     path.write_text(json.dumps(settings))
     capsys.readouterr()
