@@ -307,6 +307,20 @@ def test_metric_that_counts_examples_counts_those_of_all_towers_and_one_that_cou
 
 
 @needs_estimator
+def test_metric_that_counts_batches_of_sparse_features_alone_counts_each_once():
+    def model_fn(features, labels, mode):
+        weights = tf.get_variable("weights", [5, 1], tf.float64, tf.ones_initializer())
+        loss = tf.reduce_mean(tf.sparse.sparse_dense_matmul(features["rows"], weights))
+        return tf.estimator.EstimatorSpec(mode, loss=loss, eval_metric_ops=counter(features, labels, added=1))
+
+    rows = tf.sparse.from_dense(FEATURES["x"][:6])
+    spec = towers.replicate_model_fn(model_fn, devices=cpus(3))({"rows": rows}, None, EVAL)
+    value, update = spec.eval_metric_ops["count"]
+    with session() as made:
+        assert [made.run(update) for _ in range(2)] == [1, 2] and made.run(value) == 2
+
+
+@needs_estimator
 @pytest.mark.parametrize("tensors", [dynamic, tf.constant])
 def test_metric_of_a_mean_over_the_batch_is_refused_unless_it_is_of_all_towers(tensors):
     def own(features, labels):

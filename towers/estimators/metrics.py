@@ -66,8 +66,8 @@ def _tie_to_batch(write, name, context, has_own):
 
     `has_own` says whether other variables of the metric take data of the tower.
     """
-    leaf = next(leaf for leaf in tf.nest.flatten(context.batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0)
-    size, added = tf.dimension_value(leaf.shape[0]) if leaf.shape.rank else None, _added(write)
+    leaf = next((leaf for leaf in tf.nest.flatten(context.batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0), None)
+    size, added = tf.dimension_value(leaf.shape[0]) if leaf is not None and leaf.shape.rank else None, _added(write)
     counts = bool(size) and "Add" in write.type and (has_own if added is None else not (added % size).any())
     if not counts and not has_own and added is not None:
         return  # one for each batch: it runs once
