@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "annotations",
-                    "context", "sums", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
+                    "context", "sums", "slices", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
                     "placement", "rows", "batch", "shares", "sharing", "graph_walk", "draws", "workers.cluster",
                     "workers.collectives", "workers.watchdog", "workers.gradient_sums", "workers.variables",
                     "workers.peers", "workers.sessions", "workers.plain", "workers.one_client", "workers.connection",

@@ -21,6 +21,7 @@ from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
 from towers.replicas import Tower, Towers
 from towers.shares import checked_loss, scalar_loss
+from towers.slices import are_slices, join_slices, with_numbers
 from towers.summed_losses import warn_of_sums
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
@@ -215,17 +216,15 @@ def _share_gradient(op, dy):
 
 def _without_nan_of_empty(gradient, weight):
     """Takes out the NaN that a tower without examples makes of 0 times the derivative of a mean over nothing."""
-    if gradient is None or (isinstance(weight, float) and weight):
+    if isinstance(weight, float) and weight:
         return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_without_nan_of_empty(gradient.values, weight), gradient.indices, gradient.dense_shape)
-    return tf.where_v2(tf.logical_or(weight > 0, tf.is_finite(gradient)), gradient, tf.zeros_like(gradient))
+    return with_numbers(gradient, lambda numbers: tf.where_v2(
+        tf.logical_or(weight > 0, tf.is_finite(numbers)), numbers, tf.zeros_like(numbers)))
 
 
 def _mean(gradients, num_towers, axis):
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return tf.IndexedSlices(tf.concat([g.values for g in gradients], 0) / num_towers,
-                                tf.concat([g.indices for g in gradients], 0), gradients[0].dense_shape)
+    if are_slices(gradients):
+        return join_slices(gradients, lambda values: values / num_towers)
     gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
     if num_towers == 1:
         return tf.identity(gradients[0])  # an op to wait for the updates
@@ -236,9 +235,8 @@ def _mean(gradients, num_towers, axis):
 
 def _sum(gradients):
     """Adds up the gradients of this worker's towers; `towers.workers.peers.Peers.average` divides by the number of all."""
-    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return tf.IndexedSlices(tf.concat([g.values for g in gradients], 0), tf.concat([g.indices for g in gradients], 0),
-                                gradients[0].dense_shape)
+    if are_slices(gradients):
+        return join_slices(gradients)
     return tf.identity(sum_in_order([tf.convert_to_tensor(gradient) for gradient in gradients]))
 
 

@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import LossScale
 from towers.graph_walk import ancestors, is_ref, op_of, variable_of, writes_of
 from towers.ordering import run_after_in, value_before_writes
+from towers.slices import numbers_of, with_numbers
 from towers.transforms import Transform, when
 
 __all__ = ["scale_loss"]
@@ -58,24 +59,18 @@ def scale_loss(scale: Union[str, float, LossScale] = "dynamic") -> Transform:
 def _unscale(grads, rest, scale, factor, before):
     with tf.name_scope("scale_loss"):
         grads = [(gradient, variable) for gradient, variable in grads if gradient is not None]
-        are_finite = tf.reduce_all([tf.reduce_all(tf.is_finite(_numbers(gradient))) for gradient, _ in grads])
+        are_finite = tf.reduce_all([tf.reduce_all(tf.is_finite(numbers_of(gradient))) for gradient, _ in grads])
         unscaled = tf.tuple([_divided(gradient, factor) for gradient, _ in grads])
         # After the division: what is read of the scale may be its own memory.
-        with tf.control_dependencies([_numbers(gradient) for gradient in unscaled]):
-            adapted, _ = scale.update([_numbers(gradient) for gradient, _ in grads])
+        with tf.control_dependencies([numbers_of(gradient) for gradient in unscaled]):
+            adapted, _ = scale.update([numbers_of(gradient) for gradient, _ in grads])
     trained = when(are_finite, lambda: [rest([(gradient, variable) for gradient, (_, variable) in zip(unscaled, grads)])],
                    lambda: [_written_back(variable, value) for variable, value in before])
     return tf.group(trained, adapted)
 
 
-def _numbers(gradient):
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
 def _divided(gradient, factor):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_divided(gradient.values, factor), gradient.indices, gradient.dense_shape)
-    return gradient / tf.cast(factor, gradient.dtype)
+    return with_numbers(gradient, lambda numbers: numbers / tf.cast(factor, numbers.dtype))
 
 
 def _before_writes(step):

@@ -3,12 +3,14 @@
 A transform is a function of a list of (gradient, variable) that returns such a list. One that has to do more is a `Transform`: it
 multiplies losses before they are differentiated, holds the rest of the step back, or comes after it.
 """
+import functools
 from typing import Callable, List, NamedTuple, Optional, Tuple, Union
 
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import GradsAndVars, Operation, Tensor, TransformFn
 from towers.replicas import Towers
+from towers.slices import with_numbers
 
 __all__ = ["Step", "Transform", "begin", "check_finite", "check_transforms", "clip_by_global_norm", "clip_by_value", "mapped",
            "when"]
@@ -202,13 +204,8 @@ def check_finite() -> TransformFn:
     """
     def check(grads):
         with tf.name_scope("check_finite"):
-            checked = [_checked_numbers(gradient, "The gradient of the variable %r is not finite" % variable.op.name)
+            checked = [with_numbers(gradient, functools.partial(
+                tf.debugging.check_numerics, message="The gradient of the variable %r is not finite" % variable.op.name))
                        for gradient, variable in grads]
             return [(gradient, variable) for gradient, (_, variable) in zip(tf.tuple(checked), grads)]
     return check
-
-
-def _checked_numbers(gradient, message):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(_checked_numbers(gradient.values, message), gradient.indices, gradient.dense_shape)
-    return None if gradient is None else tf.debugging.check_numerics(gradient, message)

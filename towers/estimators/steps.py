@@ -11,6 +11,7 @@ from towers.own_data import takes_own_data
 from towers.gradients import average_gradients, scaled_gradients
 from towers.graph_walk import ancestors, descendants, op_of
 from towers.private import control_flow_of, rewire, run_after
+from towers.slices import ops_of
 from towers.transforms import Step, Transform, begin, mapped
 from towers.update_ops import collect_update_ops
 
@@ -161,11 +162,11 @@ class _Steps:
         if self._holding:
             averaged = self._averaged[step.passes[0]]
             applied = self._finish(averaged, lambda transformed: self._apply_held_back(step, transformed))
-            handed_in = _all_ops_of(averaged + grads) + [op_of(self._replicas.weight)]
+            handed_in = ops_of(gradient for gradient, _ in averaged + grads) + [op_of(self._replicas.weight)]
         else:
             with tf.control_dependencies(self._before(number, grads)):
                 applied = _applied(step, grads)
-            handed_in = _all_ops_of(grads)
+            handed_in = ops_of(gradient for gradient, _ in grads)
         self._check_arguments(step, set(handed_in), first_op)
         for asked in self._asked:
             run_after(asked.steps[number].done, [op_of(applied)])
@@ -173,12 +174,12 @@ class _Steps:
     def _before(self, number, grads):
         """Returns the ops that the step that applies `grads` waits for."""
         step = self.first.steps[number]
-        waits = _all_ops_of(grads)
+        waits = ops_of(gradient for gradient, _ in grads)
         for other, averaged in self._averaged.items():
             uses = other in step.passes
             together = number in self._runs and any(other in self.first.steps[i].passes for i in self._runs)
             if uses or together and number not in self._after_losses(other):
-                waits += _all_ops_of(averaged)
+                waits += ops_of(gradient for gradient, _ in averaged)
         waits += [op for op in self._waits(number) if self._after(op)]
         return waits + [op for op in leaves_of_group(step.waits, self._dones) if op in self._dones]
 
@@ -195,7 +196,7 @@ class _Steps:
     def _check_outside(self, grads):
         """Refuses gradients that are made in a tf.cond only, where what the model function does to them stands outside."""
         graph = tf.get_default_graph()
-        for op in _all_ops_of(grads):
+        for op in ops_of(gradient for gradient, _ in grads):
             if op.graph is not graph or control_flow_of(op) is not None:
                 raise ValueError(
                     "replicate_model_fn: the model function takes gradients by compute_gradients, in every step, and transforms "
@@ -232,11 +233,3 @@ def _applied(step, grads):
     scope = tf.VariableScope(reuse=scope.reuse, name=scope.name, use_resource=scope.use_resource)
     with tf.variable_scope(scope, auxiliary_name_scope=False), tf.name_scope(step.name_scope or None):
         return step.optimizer.apply_gradients(grads, step.global_step, step.name)
-
-
-def _all_ops_of(grads):
-    """Returns the ops of the gradients of a list of (gradient, variable), None among them left out."""
-    tensors = []
-    for gradient, _ in grads:
-        tensors += [gradient.values, gradient.indices] if isinstance(gradient, tf.IndexedSlices) else [gradient]
-    return [tensor.op for tensor in tensors if tensor is not None]

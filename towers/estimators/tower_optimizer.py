@@ -15,6 +15,7 @@ from towers.context import current_tower, outside_of_tower
 from towers.estimators.gradient_forms import DENSE, NONE, gradient_forms
 from towers.own_data import takes_own_data
 from towers.private import control_flow_now
+from towers.slices import ops_of
 
 __all__ = ["Asked", "TowerOptimizer"]
 
@@ -108,10 +109,10 @@ class Asked:
         Raises:
           ValueError: where they are made of anything that is one tower's own.
         """
-        stand_ins = {op: number for number, of_pass in enumerate(self.passes) for op in _ops_of(of_pass.gradients or ())}
+        stand_ins = {op: number for number, of_pass in enumerate(self.passes) for op in ops_of(of_pass.gradients or ())}
         found = set()
         for gradient, variable in grads:
-            ops = _ops_of([gradient])
+            ops = ops_of([gradient])
             if takes_own_data(ops, current_tower(), stop=stand_ins):
                 raise ValueError(
                     "TowerOptimizer.apply_gradients: the gradient of %r (%r) is made of the tower's own part of the batch, so it "
@@ -258,17 +259,6 @@ def _stand_in(dtype, shape, variable):
     value = tf.zeros([], dtype) if dtype.is_integer else tf.constant(float("nan"), dtype)
     filled = tf.fill([size or 1 for size in shape.as_list()] if shape.rank is not None else [], value, name + "/value")
     return tf.identity(tf.placeholder_with_default(filled, shape, name), name=variable.op.name)
-
-
-def _ops_of(gradients):
-    """Returns the ops of gradients that are tensors or `tf.IndexedSlices`, a list."""
-    found = []
-    for gradient in gradients:
-        if isinstance(gradient, tf.IndexedSlices):
-            found += [gradient.values.op, gradient.indices.op]
-        elif gradient is not None:
-            found.append(gradient.op)
-    return found
 
 
 def _reached(ops, stand_ins):

@@ -1,6 +1,8 @@
 """Gradients summed over workers: dense ones in few large tensors, sparse ones row by row."""
 import tensorflow.compat.v1 as tf
 
+from towers.slices import with_numbers
+
 __all__ = ["describe", "scaled", "sum_gradients"]
 
 _PACK_BYTES = 1 << 26  # of one transfer: packing takes as much memory, and what is large gains nothing
@@ -38,9 +40,7 @@ def sum_gradients(collectives, gradients, purpose):
 
 def scaled(gradient, factor):
     """Returns a gradient times a number."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
+    return with_numbers(gradient, lambda numbers: numbers * factor)
 
 
 def describe(gradient, variable):

@@ -3,6 +3,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.gradient_hook import detail_of, with_gradient
 from towers.graph_walk import ancestors
+from towers.slices import numbers_of
 from towers.turns import without_numbers
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start
@@ -77,7 +78,7 @@ class AveragingOptimizer(tf.train.Optimizer):
     def apply_gradients(self, grads_and_vars, global_step=None, name=None):
         """Applies gradients, which are averaged here unless `compute_gradients` did."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars if gradient is not None]
-        are_averaged = [not self._averaged.isdisjoint(ancestors([_tensor_of(gradient)])) for gradient, _ in pairs]
+        are_averaged = [not self._averaged.isdisjoint(ancestors([numbers_of(gradient)])) for gradient, _ in pairs]
         if not any(are_averaged):
             pairs = self._average(pairs)
         elif not all(are_averaged):
@@ -87,7 +88,7 @@ class AveragingOptimizer(tf.train.Optimizer):
 
     def _average(self, grads_and_vars):
         averaged = average_gradients(self._workers, grads_and_vars, self._weight)
-        self._averaged.update(_tensor_of(gradient).op for gradient, _ in averaged)
+        self._averaged.update(numbers_of(gradient).op for gradient, _ in averaged)
         return averaged
 
     def get_slot(self, *args, **kwargs):
@@ -101,7 +102,3 @@ class AveragingOptimizer(tf.train.Optimizer):
     def variables(self):
         """As the wrapped optimizer's."""
         return self.optimizer.variables()
-
-
-def _tensor_of(gradient):
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
