@@ -8,9 +8,21 @@ from towers.exchanges import stands_at_exchange
 from towers.graph_walk import end_of
 from towers.own_data import own_leaves
 
-__all__ = ["lies_along_examples", "products", "reduces_first_axis", "sizes_of_examples"]
+__all__ = ["EXTREMES", "NO_VALUES", "SIZES", "SUMS", "Examples", "begins_anew", "chooser", "lies_along_examples", "products",
+           "reduces_first_axis", "sizes_of_examples"]
 
-_REDUCTIONS = frozenset(["All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum"])
+SUMS = frozenset(["Mean", "Sum"])
+EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
+SIZES = frozenset(["Rank", "Shape", "ShapeN", "Size"])
+# Whose values are none of their input's: sizes, guards against what is not finite.
+NO_VALUES = frozenset(["IsFinite", "IsInf", "IsNan", "OnesLike", "ZerosLike"])
+# Behind which nothing is sure: loops, branches and state.
+_UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIteration", "PyFunc", "Ref", "StatefulPartitionedCall",
+           "StatelessIf", "StatelessWhile", "Switch", "TensorArray", "TensorList", "While")
+_SAME_ROWS = frozenset(["Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"])
+_CHANGES_RANK = frozenset(["CTCLoss", "OneHot", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
+                           "DiagPart", "MatrixDiagPart", "Where"])
+_REDUCTIONS = SUMS | EXTREMES | {"All", "Any", "ArgMax", "ArgMin"}
 
 
 def lies_along_examples(tensor, context):
@@ -57,3 +69,120 @@ def products(numbers, fewest=0):
     """Returns all products of `fewest` or more of a few numbers, None among them left out: a set of floats."""
     numbers = [number for number in numbers if number is not None]
     return {float(np.prod(some)) for count in range(fewest, len(numbers) + 1) for some in itertools.combinations(numbers, count)}
+
+
+def chooser(tensor):
+    """Returns the op, Where or TopKV2, that chose which rows of other rows a tensor holds; None where none did."""
+    while True:
+        op = tensor.op
+        if op.type in ("Gather", "GatherV2", "GatherNd"):
+            found = _unmoved(op.inputs[1])
+            if found.op.type == "Where" or found.op.type == "TopKV2" and found.op.inputs[0].shape.rank == 1:
+                return found.op
+            return None
+        if op.type == "TopKV2" and op.inputs[0].shape.rank == 1:
+            return op
+        elementwise = [source for source in op.inputs if source.shape.rank == tensor.shape.rank]
+        if op.type in _SAME_ROWS or op.type in ("Sum", "Mean") and reduces_first_axis(op) is False:
+            tensor = op.inputs[0]
+        elif len(elementwise) == 1 and op.type in ("Abs", "Exp", "Log", "Mul", "Neg", "RealDiv", "Relu", "Sqrt", "Square"):
+            tensor = elementwise[0]
+        else:
+            return None
+
+
+def _unmoved(tensor):
+    while tensor.op.type in _SAME_ROWS:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def begins_anew(op):
+    """Tells whether an op puts an axis of size 1 before the first one."""
+    if op.type == "ExpandDims":
+        axis = tf.get_static_value(op.inputs[1])
+        return axis is not None and int(axis) % (op.inputs[0].shape.rank + 1 if op.inputs[0].shape.rank else 1) == 0
+    return op.type == "StridedSlice" and op.get_attr("new_axis_mask") & 1 == 1
+
+
+class Examples:
+    """Which tensors of a tower hold examples, and which of these hold them along their first axis, for sure."""
+
+    def __init__(self, towers):
+        of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
+        self._leaves, self._stand_ins = own_leaves(towers[0].context) - of_all, towers[0].context.meetings.stand_ins
+        self._are_in, self._lie_along = {}, {}
+
+    def end_at(self, tensor):
+        """Tells whether nothing is to be looked for behind a tensor: of the batch or of all towers, or where nothing is sure."""
+        return (end_of(tensor) in self._leaves or tensor.op in self._stand_ins or stands_at_exchange(tensor.op)
+                or tensor.op.type.startswith(_UNSURE))
+
+    def is_given(self, tensor):
+        """Tells whether a tensor is one of the tower's batch."""
+        return end_of(tensor) in self._leaves
+
+    def are_in(self, tensor):
+        """Tells whether a tensor is computed of the tower's examples, other than by how many they are."""
+        return self._reaches(tensor, self._are_in, self._inputs)
+
+    def lie_along(self, tensor):
+        """Tells whether a tensor has examples along its first axis."""
+        return tensor.shape.rank not in (None, 0) and self._reaches(tensor, self._lie_along, self.rows_of)
+
+    def _reaches(self, tensor, answers, sources):
+        """Tells whether a walk from a tensor comes to the batch. What it knows then, it remembers."""
+        path = [(tensor, None)]
+        while path:
+            now, rest = path[-1]
+            if rest is None:
+                answer = answers.get(now.name)
+                if answer is None and end_of(now) in self._leaves:
+                    answer = True
+                if answer is None:
+                    answers[now.name] = False  # until it is known better, which a loop back would not
+                    path[-1] = now, iter([] if self.end_at(now) else sources(now))
+                    continue
+                if answer:
+                    answers.update((passed.name, True) for passed, _ in path)
+                    return True
+                path.pop()
+                continue
+            following = next(rest, None)
+            if following is None:
+                path.pop()
+            else:
+                path.append((following, None))
+        return False
+
+    def _inputs(self, tensor):
+        op = tensor.op
+        if op.type in SIZES:
+            return [source for source in op.inputs if chooser(source) is not None]
+        return [] if op.type in NO_VALUES else list(op.inputs)
+
+    def rows_of(self, tensor):
+        """Returns the inputs whose first axis is that of a tensor, a list."""
+        op, rank = tensor.op, tensor.shape.rank
+        if op.type in SIZES or op.type in NO_VALUES or not op.inputs or rank is None:
+            return []
+        first = op.inputs[0]
+        if op.type in _REDUCTIONS:
+            return [first] if reduces_first_axis(op) is False else []
+        if op.type == "Transpose":
+            order = tf.get_static_value(op.inputs[1])
+            return [first] if order is not None and len(order) and order[0] == 0 else []
+        if op.type == "MatMul":
+            return [] if op.get_attr("transpose_a") else [first]
+        if op.type in ("Pack", "Unpack", "Unstack"):
+            return list(op.inputs) if op.get_attr("axis") else []
+        if op.type == "ExpandDims":
+            return [] if begins_anew(op) else [first]
+        if op.type == "StridedSlice":
+            return [] if (op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1 else [first]
+        if op.type in ("Reshape", "Squeeze"):
+            sizes = [tf.dimension_value(x.shape[0]) if x.shape.rank else None for x in (tensor, first)]
+            return [] if sizes[0] == 1 and sizes[1] != 1 or not first.shape.rank else [first]
+        if op.type in ("Gather", "GatherV2", "GatherNd", "ResourceGather"):
+            return list(op.inputs)[:2]
+        return [source for source in op.inputs if source.shape.rank == rank or rank and op.type in _CHANGES_RANK]

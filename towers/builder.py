@@ -22,6 +22,7 @@ from towers.meetings import Meetings
 from towers.mixed_losses import warn_of_mixed
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
                               on_machine_of, warn_of_absent_devices)
+from towers.positions import warn_of_positions
 from towers.private import take_in
 from towers.regrouping import warn_of_regrouping
 from towers.replicas import Tower, Towers
@@ -124,7 +125,8 @@ class TowerBuilder:
 
         Warns:
           UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
-            its loss is a sum over the tower's examples, or no mean over them; where it reshapes them by a batch size of its own.
+            its loss is a sum over the tower's examples, or no mean over them; where it reshapes them by a batch size of its own,
+            or takes them by their place in the batch.
 
         Example:
 
@@ -146,8 +148,10 @@ class TowerBuilder:
             warn_of_same_draws(towers)
             warn_of_regrouping(towers)
             losses = [tower.loss for tower in towers]
-            if losses[0] is not None and not warn_of_mixed(losses, towers):
-                warn_of_sums(losses, towers)
+            if losses[0] is not None:
+                warn_of_positions(losses, towers, is_divided=callable(batch) or isinstance(batch, PerTower))
+                if not warn_of_mixed(losses, towers):
+                    warn_of_sums(losses, towers)
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)

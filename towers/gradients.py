@@ -19,6 +19,7 @@ from towers.gradient_hook import detail_of, with_gradient
 from towers.mixed_losses import warn_of_mixed
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
+from towers.positions import warn_of_positions
 from towers.replicas import Tower, Towers
 from towers.shares import checked_loss, scalar_loss
 from towers.slices import are_slices, join_slices, with_numbers
@@ -60,9 +61,9 @@ def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
 
     Warns:
-      UserWarning: of a `loss` that is a sum over a tower's examples, or no mean over them; of an optimizer with a
-        `compute_gradients` of its own, where there are several towers: one that clips there clips each tower's gradients, and
-        not their average.
+      UserWarning: of a `loss` that is a sum over a tower's examples, or no mean over them, or of examples by their place in
+        the batch; of an optimizer with a `compute_gradients` of its own, where there are several towers: one that clips there
+        clips each tower's gradients, and not their average.
     """
     return scaled_gradients(replicas, optimizer, var_list, loss)
 
@@ -76,8 +77,10 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
         _warn_of_own_gradients(optimizer)
     losses = losses_of(replicas, loss)
     # That which the model function returned was looked at when the towers were built.
-    if loss is not None and not warn_of_mixed(losses, replicas, stacklevel=4):
-        warn_of_sums(losses, replicas, stacklevel=4)
+    if loss is not None:
+        warn_of_positions(losses, replicas, stacklevel=4)
+        if not warn_of_mixed(losses, replicas, stacklevel=4):
+            warn_of_sums(losses, replicas, stacklevel=4)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where

@@ -1,0 +1,179 @@
+"""Examples that a model takes by their place in the batch: said where towers train otherwise than one, and nowhere else."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import build
+from towers.testing import assert_equals_one_batch
+
+B, C = 12, 4
+RNG = np.random.RandomState(5)
+X, Y, LABELS = RNG.randn(B, C), RNG.randn(B, 1), RNG.randint(0, 3, B)
+RUNS, TAKES = "along the examples of a tower: each of 3 towers", "takes parts of a tower's examples by where they stand"
+
+
+def features(x):
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        return tf.sin(tf.matmul(x, tf.get_variable("w", [C, C], x.dtype, tf.glorot_uniform_initializer(seed=1))) - 0.3)
+
+
+def loss_of(h, y):
+    return tf.reduce_mean(tf.square(tf.reduce_sum(tf.nn.relu(h + 0.5), 1, keepdims=True) - y))
+
+
+def halves(x):
+    return tf.split(features(x), 2)
+
+
+def deep(x):
+    """The features by way of an image network: each row is still the one of its example."""
+    h = tf.reshape(features(x), [-1, 2, 2, 1])
+    kernel = tf.get_variable("kernel", [2, 2, 1, 3], x.dtype, tf.glorot_uniform_initializer(seed=2))
+    h = tf.nn.conv2d(tf.pad(h, [[0, 0], [1, 1], [0, 1], [0, 0]]), kernel, [1, 1, 1, 1], "VALID")
+    return tf.reduce_mean(tf.nn.relu(tf.concat([h, -h], 3)), [1, 2])
+
+
+RUNNING = {
+    "mixup with the batch turned": lambda x, y, _: loss_of(0.7 * features(x) + 0.3 * tf.reverse(features(x), [0]), y),
+    "turned by a slice": lambda x, y, _: loss_of(features(0.7 * x + 0.3 * x[::-1]), y),
+    "rolled": lambda x, y, _: loss_of(features(x) - tf.roll(features(x), 1, 0), y),
+    "rolled along two axes": lambda x, y, _: loss_of(features(x) - tf.roll(features(x), [1, 2], [1, 0]), y),
+    "a running sum": lambda x, y, _: loss_of(tf.cumsum(features(x)), y),
+    "a running product": lambda x, y, _: loss_of(tf.math.cumprod(features(x), reverse=True), y),
+    "a softmax along the batch": lambda x, y, _: loss_of(tf.nn.softmax(features(x), axis=0), y),
+    "weights of a softmax": lambda x, y, _: tf.reduce_mean(
+        tf.nn.softmax(tf.reduce_sum(features(x), 1)) * tf.reduce_sum(features(x) * y, 1)),
+    "sorted": lambda x, y, _: loss_of(tf.sort(features(x), axis=0), y)}
+TAKING = {
+    "halves against each other": lambda x, y, _: tf.reduce_mean(tf.square(tf.subtract(*halves(x)))),
+    "halves side by side": lambda x, y, _: loss_of(tf.concat(halves(x), 1), tf.split(y, 2)[0]),
+    "halves of a network": lambda x, y, _: tf.reduce_mean(tf.square(tf.subtract(*tf.split(deep(x), 2)))),
+    "halves by slices": lambda x, y, _: tf.reduce_mean(tf.square(features(x)[:2] - features(x[2:]))),
+    "the first one": lambda x, y, _: loss_of(features(x) - features(x)[:1], y),
+    "the last one": lambda x, y, _: loss_of(features(x) - features(x)[-1:], y),
+    "those with labels": lambda x, y, _: loss_of(features(x)[:3], y[:3]) + 0.1 * tf.reduce_mean(features(x)),
+    "those with and without": lambda x, y, _: loss_of(features(x)[:3], y[:3]) + tf.reduce_mean(features(x)[3:]),
+    "by tf.slice": lambda x, y, _: loss_of(features(tf.slice(x, [1, 0], [-1, -1])), y[1:]),
+    "of a given size": lambda x, y, _: tf.reduce_mean(tf.square(tf.split(features(x), [1, 3])[0]))}
+
+
+def in_parts(x, y, _):
+    """Parts of a batch one after the other, which saves memory."""
+    return tf.add_n([loss_of(features(a), b) for a, b in zip(tf.split(x, 2), tf.split(y, 2))]) / 2
+
+
+def joined_again(x, y, _):
+    return loss_of(tf.concat([features(part) for part in tf.split(x, 2)], 0), y)
+
+
+def two_networks_at_once(x, y, _):
+    first, second = tf.split(features(tf.concat([x, 2 * x], 0)), 2)
+    return loss_of(first - second, y)
+
+
+def along_time(x, y, _):
+    h = tf.cumsum(tf.reverse(features(x), [1]), 1) + tf.roll(features(x), 1, -1) + tf.nn.softmax(features(x))
+    first, second = tf.split(h, 2, 1)
+    return loss_of(first - second[:, ::-1] + h[:, :1], y)
+
+
+def time_major(x, y, _):
+    h = tf.transpose(features(x))
+    return loss_of(tf.transpose(tf.cumsum(tf.reverse(h, [0]), 0) - tf.nn.softmax(h, axis=0) + h[:1]), y)
+
+
+def one_by_one(x, y, _):
+    return tf.add_n([tf.reduce_sum(tf.square(features(row[tf.newaxis]))) * 0.1 for row in tf.unstack(x)]) / len(tf.unstack(x))
+
+
+def neighbours(x, y, _):
+    return tf.reduce_mean(tf.square(features(x)[::2] - features(x)[1::2]))
+
+
+def of_all(x, y, _):
+    everyone, first = towers.all_gather(features(x), with_offset=True)
+    return loss_of(tf.reverse(everyone, [0])[first:first + tf.shape(x)[0]], y)
+
+
+def seen_only(x, y, _):
+    tf.summary.histogram("first", features(x)[:1])
+    zeros = tf.zeros_like(tf.reverse(features(x), [0])) + tf.cast(tf.shape(features(x)[:1])[1] - C, x.dtype)
+    return loss_of(features(x) + zeros, y)
+
+
+def looked_up(x, y, labels):
+    table = tf.get_variable("table", [3, C], x.dtype, tf.glorot_uniform_initializer(seed=3))
+    return loss_of(features(x) + tf.nn.embedding_lookup(table, labels) - table[:1], y)
+
+
+ALIKE = [in_parts, joined_again, two_networks_at_once, along_time, time_major, one_by_one, neighbours, of_all,
+         seen_only, looked_up]
+
+
+def unsized(model_fn):
+    def model(*batch):
+        return model_fn(*[tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:]) for x in batch])
+    return model
+
+
+@pytest.fixture
+def silent():
+    """Makes our warnings errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The model function")
+        yield
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", sorted(RUNNING))
+def test_what_runs_along_the_batch_is_another_thing_in_towers_and_is_said(name, known):
+    with pytest.warns(UserWarning, match=RUNS):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(RUNNING[name] if known else unsized(RUNNING[name]), (X, Y, LABELS), 3, steps=2)
+
+
+@pytest.mark.parametrize("name", sorted(TAKING))
+def test_parts_of_the_batch_that_are_not_treated_alike_are_said(name):
+    with pytest.warns(UserWarning, match=TAKES):
+        build(TAKING[name], (X, Y, LABELS), 3)
+
+
+@pytest.mark.parametrize("name", ["halves against each other", "halves of a network", "the first one", "the last one"])
+def test_parts_of_a_batch_of_an_unknown_size_that_are_held_against_each_other_are_said(name):
+    with pytest.warns(UserWarning, match=TAKES):
+        build(unsized(TAKING[name]), (X, Y, LABELS), 3)
+
+
+@pytest.mark.parametrize("model_fn", ALIKE, ids=lambda model_fn: model_fn.__name__)
+def test_what_treats_all_examples_alike_is_that_of_the_whole_batch_and_passes_in_silence(model_fn, silent):
+    assert_equals_one_batch(model_fn, (X, Y, LABELS), 3, steps=2)
+
+
+def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):
+    replicas = build(lambda x, y, _: {"mean": loss_of(features(x), y), "turned": RUNNING["turned by a slice"](x, y, _)},
+                     (X, Y, LABELS), 3)
+    optimizer = tf.train.GradientDescentOptimizer(0.1)
+    towers.compute_gradients(replicas, optimizer, loss="mean")
+    with pytest.warns(UserWarning, match=RUNS) as caught:
+        warnings.simplefilter("always")
+        towers.compute_gradients(replicas, optimizer, loss="turned")
+    assert [w.filename for w in caught if "along the examples" in str(w.message)] == [__file__]
+
+
+def test_slices_that_are_treated_alike_pass(silent):
+    build(lambda x, y, _: (loss_of(features(x[:2]), y[:2]) + loss_of(features(x[2:]), tf.slice(y, [2, 0], [-1, -1]))) / 2,
+          (X, Y, LABELS), 3)
+    build(lambda x, y, _: loss_of(features(tf.concat([x, 2 * x], 0))[:4], y), (X, Y, LABELS), 3)
+
+
+def test_parts_of_what_the_caller_divided_are_the_callers_choice(silent):
+    batches = [tuple(map(tf.constant, part)) for part in zip(np.split(X, 3), np.split(Y, 3), np.split(LABELS, 3))]
+    build(TAKING["halves against each other"], towers.PerTower(batches), 3)
+
+
+def test_one_tower_and_towers_of_one_example_may_take_what_they_have(silent):
+    build(RUNNING["turned by a slice"], (X, Y, LABELS), 1)
+    build(RUNNING["turned by a slice"], (X[:3], Y[:3], LABELS[:3]), 3)
