@@ -47,6 +47,13 @@ def products(x):
     return tf.matmul(y, y, transpose_b=True)
 
 
+def of_minibatch(x):
+    """Minibatch discrimination, as in Improved Techniques for Training GANs, with kernels of two numbers each."""
+    y = tf.reshape(features(x), [-1, C // 2, 2])
+    apart = tf.reduce_sum(tf.abs(y[:, :, :, None] - tf.transpose(y, [1, 2, 0])[None]), 2)
+    return tf.reduce_sum(tf.exp(-apart), 2) / 10
+
+
 def dice(x, mask):
     return 1 - 2 * tf.reduce_sum(sigmoids(x) * mask) / (tf.reduce_sum(sigmoids(x)) + tf.reduce_sum(mask) + 1e-3)
 
@@ -79,6 +86,7 @@ MIXED = {
     "a root of an l2_loss": lambda x, *_: tf.sqrt(tf.nn.l2_loss(features(x))),
     "free bits": lambda x, *_: tf.reduce_sum(tf.maximum(tf.reduce_mean(tf.square(features(x)), 0), 0.5)),
     "a covariance": lambda x, *_: tf.reduce_sum(tf.square(tf.matmul(features(x), features(x), transpose_a=True))),
+    "a covariance, turned": lambda x, *_: tf.reduce_sum(tf.square(tf.matmul(tf.transpose(features(x)), features(x)) - 1)),
     "the largest": lambda x, *_: tf.reduce_max(losses(x)),
     "the hardest": lambda x, *_: tf.reduce_mean(hardest(x)[0]),
     "the hardest by their number": lambda x, *_: tf.reduce_mean(tf.gather(losses(x), hardest(x)[1])),
@@ -88,6 +96,9 @@ MIXED = {
     "products": lambda x, *_: tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits_v2(
         labels=tf.eye(tf.shape(x)[0], dtype=x.dtype), logits=products(x))),
     "products, turned": lambda x, *_: tf.reduce_mean(tf.square(tf.matmul(features(x), tf.transpose(features(x))))),
+    "distances, turned": lambda x, *_: tf.reduce_mean(tf.exp(-tf.reduce_sum(tf.square(
+        features(x)[:, :, None] - tf.transpose(features(x))), 1))),
+    "features of a minibatch": lambda x, *_: tf.reduce_mean(tf.square(tf.concat([features(x), of_minibatch(x)], 1) - 1)),
     "of what is standardized": lambda x, *_: tf.reduce_mean(tf.square(normed(x) - 0.2)),
     "in a dict": lambda x, mask, _: {"loss": masked(x, mask), "mask": mask},
     "with the number of examples": lambda x, mask, _: {"loss": masked(x, mask), "weight": tf.shape(x)[0]},

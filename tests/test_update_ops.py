@@ -9,6 +9,7 @@ import tf_syncbn
 import towers
 from tests.support import build, cpus, has_tf_layers, run, session, train_by
 from towers.graph_walk import ancestors
+from towers.testing import assert_equals_one_batch
 from towers.update_ops import collect_update_ops
 
 X = (3 + 2 * np.random.RandomState(0).randn(12, 4)).astype(np.float32)
@@ -295,3 +296,41 @@ def test_updates_that_wait_for_one_another_across_towers_are_refused():
     replicas = build(model, (X,), 3)
     with pytest.raises(ValueError, match="earlier tower's update waits for"):
         collect_update_ops(replicas, "all")
+
+
+def centers(update):
+    """A model whose loss reads a variable that an update op writes."""
+    def model(x):
+        y = tf.tanh(x * tf.get_variable("w", [4], x.dtype, tf.ones_initializer()))
+        center = tf.get_variable("center", [4], x.dtype, tf.zeros_initializer(), trainable=False)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(center, 0.5 * (center - update(tf.stop_gradient(y)))))
+        return tf.reduce_mean((y - center) ** 2)
+    return model
+
+
+def mean_of_all(y):
+    return towers.all_reduce(tf.reduce_sum(y, 0)) / towers.all_reduce(tf.cast(tf.shape(y)[0], y.dtype))
+
+
+@pytest.mark.parametrize("policy", ["first", "last"])
+def test_an_update_of_one_tower_alone_that_the_loss_reads_is_said(policy):
+    with pytest.warns(UserWarning, match="writes the variable 'center' .* and the loss reads it"):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(centers(lambda y: tf.reduce_mean(y, 0)), (np.float64(X),), 3, update_ops=policy, steps=3)
+
+
+def chosen_by_a_placeholder(x):
+    moving = tf.get_variable("moving", [4], initializer=tf.zeros_initializer(), trainable=False)
+    mean = tf.reduce_mean(x, 0)
+    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, 0.1 * (moving - mean)))
+    used = tf.cond(tf.placeholder_with_default(True, []), lambda: mean, lambda: tf.identity(moving))
+    return tf.reduce_mean((x - used) ** 2 * tf.get_variable("w", [4]))
+
+
+@pytest.mark.parametrize("model, num_towers, policy", [
+    (centers(mean_of_all), 3, "first"), (centers(lambda y: tf.reduce_mean(y, 0)), 1, "first"), (ordinary(False), 3, "first"),
+    (chosen_by_a_placeholder, 3, "first"), (centers(lambda y: tf.reduce_mean(y, 0)), 3, "none")])
+def test_updates_of_all_towers_and_of_what_no_loss_reads_pass_in_silence(model, num_towers, policy):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="The update op")
+        collect_update_ops(build(model, (X,), num_towers), policy)

@@ -80,7 +80,7 @@ def _mixes(loss, examples):
             yield "chooses", op
         elif _holds_pairs(op, examples):
             yield "pairs", op
-        elif reason is not None and _adds_up(op) and examples.lie_along(op.inputs[0]):
+        elif reason is not None and _added_up(op) is not None and examples.lie_along(_added_up(op)):
             yield reason
         stack.extend(_sources(tensor, own, reason, examples))
 
@@ -109,9 +109,17 @@ def _sources(tensor, own, reason, examples):
     return [(source, reason or ("divides" if is_quotient else "computes", op)) for source in own]
 
 
-def _adds_up(op):
-    """Tells whether an op is a sum over the first axis of its input, and not of the kinds that have axes as an argument."""
-    return op.type == "L2Loss" or op.type == "MatMul" and op.get_attr("transpose_a")
+def _added_up(op):
+    """Returns what an op adds up along its first axis, where it is not of the kinds that have axes as an argument; else None."""
+    if op.type == "L2Loss" or op.type == "MatMul" and op.get_attr("transpose_a"):
+        return op.inputs[0]
+    return _turned(op.inputs[0]) if op.type == "MatMul" else None
+
+
+def _turned(tensor):
+    """Returns that whose first axis is the last one of its transpose `tensor`, or None."""
+    order = tf.get_static_value(tensor.op.inputs[1]) if tensor.op.type == "Transpose" else None
+    return tensor.op.inputs[0] if order is not None and len(order) > 1 and order[-1] == 0 else None
 
 
 def _is_inverse(tensor):
@@ -125,10 +133,7 @@ def _is_inverse(tensor):
 def _holds_pairs(op, examples):
     """Tells whether an op computes something of each two of a tower's examples."""
     if op.type == "MatMul":
-        columns = op.inputs[1]
-        if not op.get_attr("transpose_b"):
-            order = tf.get_static_value(columns.op.inputs[1]) if columns.op.type == "Transpose" else None
-            columns = columns.op.inputs[0] if order is not None and list(order) == [1, 0] else None
+        columns = op.inputs[1] if op.get_attr("transpose_b") else _turned(op.inputs[1])
         return (columns is not None and not op.get_attr("transpose_a") and examples.lie_along(op.inputs[0])
                 and examples.lie_along(columns))
     if op.type not in _PAIRWISE:
@@ -136,5 +141,9 @@ def _holds_pairs(op, examples):
     for row, other in (op.inputs, list(op.inputs)[::-1]):
         if row.shape.rank == other.shape.rank and begins_anew(row.op) and other.shape.rank and examples.lie_along(
                 row.op.inputs[0]) and examples.lie_along(other) and tf.dimension_value(other.shape[0]) != 1:
+            return True
+        turned = _turned(row.op.inputs[0] if _begins_anew(row.op) else row)
+        if turned is not None and other.shape.rank and tf.dimension_value(other.shape[-1]) == 1 and examples.lie_along(
+                turned) and examples.lie_along(other):
             return True
     return False

@@ -10,15 +10,18 @@ import tensorflow.compat.v1 as tf
 
 from towers.annotations import Operation
 from towers.context import check_graph
+from towers.exchanges import stands_at_exchange
 from towers.graph_walk import ancestors, op_of, written_variable, written_variables
 from towers.keras3 import CURE, made_by_keras3
 from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.ordering import READS, read_after
+from towers.own_data import takes_own_data
 from towers.replicas import Towers
 
 __all__ = ["chosen_update_ops", "collect_update_ops"]
 
 POLICIES = ("first", "all", "last", "none")
+_BRANCHES = ("Case", "If", "Merge", "RefMerge", "StatelessCase", "StatelessIf")  # behind which stands the evaluation's value
 
 
 def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operation]:
@@ -47,7 +50,8 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
         ordered, because they stand inside a tf.cond, or an earlier tower's waits for a later one's.
 
     Warns:
-      UserWarning: where the model function made an op that writes a moving statistic and nothing will run it.
+      UserWarning: where the model function made an op that writes a moving statistic and nothing will run it; where only one
+        of several towers' updates is kept, of its own part of the batch, and its loss reads what that writes.
     """
     if policy not in POLICIES:
         raise ValueError("The policy for update ops is one of %s, not %r."
@@ -61,6 +65,8 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
     updates = [update for updates_of_tower in chosen for update in updates_of_tower] + list(shared)
     _check_control_flow(updates, [op for tower in replicas for op in tower.ops])
     _warn_of_unreached(replicas[0])
+    if policy != "all" and replicas[0].context.num_towers > 1:
+        _warn_of_own_state(replicas[0 if policy == "first" else -1], policy)
     if policy == "all" and len(replicas) > 1:
         _order(replicas, own)
     if replicas.peers is not None:
@@ -179,3 +185,33 @@ def _warn_of_unreached(tower):
                 if not any(made_by_keras3(op) for name in lost for op in writers[name]) else CURE)
         warnings.warn("The model function makes ops that update %s, and nothing runs them: they are not in "
                       "tf.GraphKeys.UPDATE_OPS. %s" % (", ".join(sorted(lost)), cure), stacklevel=3)
+
+
+def _warn_of_own_state(tower, policy):
+    """Warns where one tower's update alone, of its own part of the batch, writes what the loss reads."""
+    made, writes = set(tower.ops), {}
+    for update in tower.own_updates:
+        if takes_own_data([update], tower.context):
+            writes.update((variable.name, op) for op in ancestors([update], within=made) for variable in written_variables(op))
+    variable = _first_read(tower, writes) if writes else None
+    if variable is not None:
+        warnings.warn("The update op %r writes the variable %r by what the tower computed of its own part of the batch, under the "
+                      "policy %r no other tower's update runs, and the loss reads it: the towers train otherwise than one tower on "
+                      "the whole batch would. Compute the update of all towers' data, by towers.all_reduce or towers.all_gather."
+                      % (writes[variable].name, variable, policy), stacklevel=3)
+
+
+def _first_read(tower, names):
+    """Returns the name of one of some variables that the tower's loss is computed of, or None."""
+    losses = [tower.loss] if tower.loss is not None else [
+        leaf for leaf in tf.nest.flatten(tower.outputs) if tf.is_tensor(leaf) and leaf.shape.rank == 0]
+    seen, stack = set(), [loss.op for loss in losses]
+    while stack:
+        op = stack.pop()
+        if op.name in names:
+            return op.name
+        is_choice = op.type in _BRANCHES or op.type in ("Select", "SelectV2") and op.inputs[0].shape.rank == 0
+        if op not in seen and not is_choice and op not in tower.context.meetings.stand_ins and not stands_at_exchange(op):
+            stack.extend(tensor.op for tensor in op.inputs)
+        seen.add(op)
+    return None
