@@ -142,7 +142,7 @@ def _holds_pairs(op, examples):
         if row.shape.rank == other.shape.rank and begins_anew(row.op) and other.shape.rank and examples.lie_along(
                 row.op.inputs[0]) and examples.lie_along(other) and tf.dimension_value(other.shape[0]) != 1:
             return True
-        turned = _turned(row.op.inputs[0] if _begins_anew(row.op) else row)
+        turned = _turned(row.op.inputs[0] if begins_anew(row.op) else row)
         if turned is not None and other.shape.rank and tf.dimension_value(other.shape[-1]) == 1 and examples.lie_along(
                 turned) and examples.lie_along(other):
             return True
