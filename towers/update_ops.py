@@ -196,8 +196,9 @@ def _warn_of_own_state(tower, policy):
     variable = _first_read(tower, writes) if writes else None
     if variable is not None:
         warnings.warn("The update op %r writes the variable %r by what the tower computed of its own part of the batch, under "
-                      "the policy %r no other tower's update runs, and the loss reads it: the towers train otherwise than one tower "
-                      "of the whole batch. Compute the update of all towers' data, by towers.all_reduce or towers.all_gather."
+                      "the policy %r no other tower's update runs, and the loss reads it: the towers train otherwise than one "
+                      "tower of the whole batch. Compute the update of all towers' data, by towers.all_reduce or "
+                      "towers.all_gather."
                       % (writes[variable].name, variable, policy), stacklevel=3)
 
 
