@@ -14,7 +14,7 @@ from towers.exchanges import stands_at_exchange
 from towers.graph_walk import end_of
 from towers.own_data import own_leaves
 
-__all__ = ["warn_of_mixed"]
+__all__ = ["Examples", "added_up", "warn_of_mixed"]
 
 # What a loss may be of sums over examples: additions, and what only moves numbers.
 _ADDS = frozenset(["AccumulateNV2", "Add", "AddN", "AddV2", "BiasAdd", "BroadcastTo", "Cast", "ConcatV2", "Cumsum", "DiagPart",
@@ -55,7 +55,7 @@ def warn_of_mixed(losses, towers, stacklevel=3):
     context, outputs = towers[0].context, towers[0].outputs
     if context.num_towers == 1:
         return False
-    examples = _Examples(towers)
+    examples = Examples(towers)
     weight = outputs.get("weight") if isinstance(outputs, dict) else None
     is_counted = tf.is_tensor(weight) and examples.are_in(weight)
     for kind, op in _mixes(losses[0], examples):
@@ -92,7 +92,7 @@ def _mixes(loss, examples):
             yield "chooses", op
         elif _holds_pairs(op, examples):
             yield "pairs", op
-        elif reason is not None and _added_up(op) is not None and examples.lie_along(_added_up(op)):
+        elif reason is not None and added_up(op) is not None and examples.lie_along(added_up(op)):
             yield reason
         stack.extend(_sources(tensor, own, reason, examples))
 
@@ -121,7 +121,7 @@ def _sources(tensor, own, reason, examples):
     return [(source, reason or ("divides" if is_quotient else "computes", op)) for source in own]
 
 
-def _added_up(op):
+def added_up(op):
     """Returns what an op adds up along its first axis, where it is not of the kinds that have axes as an argument; else None."""
     if op.type == "L2Loss" or op.type == "MatMul" and op.get_attr("transpose_a"):
         return op.inputs[0]
@@ -195,7 +195,7 @@ def _begins_anew(op):
     return op.type == "StridedSlice" and op.get_attr("new_axis_mask") & 1 == 1
 
 
-class _Examples:
+class Examples:
     """Which tensors of a tower hold examples, and which of these hold them along their first axis, for sure."""
 
     def __init__(self, towers):
