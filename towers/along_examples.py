@@ -122,6 +122,16 @@ class Examples:
         """Tells whether a tensor is one of the tower's batch."""
         return end_of(tensor) in self._leaves
 
+    def needed_by(self, tensor):
+        """Returns the set of ops that a tensor's value is computed of, up to those behind which nothing is to be looked for."""
+        seen, stack = set(), [tensor]
+        while stack:
+            tensor = stack.pop()
+            if tensor.op not in seen and tensor.op.type not in SIZES | NO_VALUES and not self.end_at(tensor):
+                seen.add(tensor.op)
+                stack.extend(tensor.op.inputs)
+        return seen
+
     def are_in(self, tensor):
         """Tells whether a tensor is computed of the tower's examples, other than by how many they are."""
         return self._reaches(tensor, self._are_in, self._inputs)

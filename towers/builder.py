@@ -14,6 +14,7 @@ from towers.context import TowerContext, current_tower, enter_tower
 from towers.draws import warn_of_same_draws
 from towers.empty_batches import survive_empty_batches
 from towers.graph_collections import TowerCollections
+from towers.inner_gradients import warn_of_inner_gradients
 from towers.inner_training import refuse_training
 from towers.input import is_input, next_batches
 from towers.keras3 import explained
@@ -150,6 +151,7 @@ class TowerBuilder:
             losses = [tower.loss for tower in towers]
             if losses[0] is not None:
                 warn_of_positions(losses, towers, is_divided=callable(batch) or isinstance(batch, PerTower))
+                warn_of_inner_gradients(losses, towers)
                 if not warn_of_mixed(losses, towers):
                     warn_of_sums(losses, towers)
             if alike and len(towers) > 1:

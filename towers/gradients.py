@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import GradsAndVars, Optimizer, Tensor, UpdateOps, Variable
 from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
+from towers.inner_gradients import warn_of_inner_gradients
 from towers.mixed_losses import warn_of_mixed
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
@@ -79,6 +80,7 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     # That which the model function returned was looked at when the towers were built.
     if loss is not None:
         warn_of_positions(losses, replicas, stacklevel=4)
+        warn_of_inner_gradients(losses, replicas, stacklevel=4)
         if not warn_of_mixed(losses, replicas, stacklevel=4):
             warn_of_sums(losses, replicas, stacklevel=4)
     tower_grads = []

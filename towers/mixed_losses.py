@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.along_examples import EXTREMES, NO_VALUES, SIZES, SUMS, Examples, begins_anew, chooser, reduces_first_axis
 
-__all__ = ["warn_of_mixed"]
+__all__ = ["added_up", "warn_of_mixed"]
 
 # What a loss may be of sums over examples: additions, and what only moves numbers.
 _ADDS = frozenset(["AccumulateNV2", "Add", "AddN", "AddV2", "BiasAdd", "BroadcastTo", "Cast", "ConcatV2", "Cumsum", "DiagPart",
@@ -80,7 +80,7 @@ def _mixes(loss, examples):
             yield "chooses", op
         elif _holds_pairs(op, examples):
             yield "pairs", op
-        elif reason is not None and _added_up(op) is not None and examples.lie_along(_added_up(op)):
+        elif reason is not None and added_up(op) is not None and examples.lie_along(added_up(op)):
             yield reason
         stack.extend(_sources(tensor, own, reason, examples))
 
@@ -109,7 +109,7 @@ def _sources(tensor, own, reason, examples):
     return [(source, reason or ("divides" if is_quotient else "computes", op)) for source in own]
 
 
-def _added_up(op):
+def added_up(op):
     """Returns what an op adds up along its first axis, where it is not of the kinds that have axes as an argument; else None."""
     if op.type == "L2Loss" or op.type == "MatMul" and op.get_attr("transpose_a"):
         return op.inputs[0]

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import NO_VALUES, SIZES, Examples, sizes_of_examples
+from towers.along_examples import Examples, sizes_of_examples
 
 __all__ = ["warn_of_positions"]
 
@@ -33,7 +33,7 @@ def warn_of_positions(losses, towers, is_divided=False, stacklevel=3):
     if towers[0].context.num_towers == 1 or 1 in sizes_of_examples(towers):
         return
     examples = Examples(towers)
-    needed = _needed(losses[0], examples)
+    needed = examples.needed_by(losses[0])
     ops = [op for op in towers[0].ops if op in needed]
     found = next((op for op in ops if _runs_along_examples(op, examples)), None)
     if found is not None:
@@ -47,18 +47,6 @@ def warn_of_positions(losses, towers, is_divided=False, stacklevel=3):
     if found is not None:
         warnings.warn("The model function %s: each of %d towers has other examples there than one tower of the whole batch has. "
                       "%s" % (what % found.name, towers[0].context.num_towers, mend), stacklevel=stacklevel)
-
-
-def _needed(loss, examples):
-    """Returns the set of ops of the tower's examples that a loss is computed of."""
-    seen, stack = set(), [loss]
-    while stack:
-        tensor = stack.pop()
-        op = tensor.op
-        if op not in seen and op.type not in SIZES | NO_VALUES and not examples.end_at(tensor) and examples.are_in(tensor):
-            seen.add(op)
-            stack.extend(op.inputs)
-    return seen
 
 
 def _runs_along_examples(op, examples):

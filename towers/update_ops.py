@@ -195,11 +195,11 @@ def _warn_of_own_state(tower, policy):
             writes.update((variable.name, op) for op in ancestors([update], within=made) for variable in written_variables(op))
     variable = _first_read(tower, writes) if writes else None
     if variable is not None:
-        warnings.warn("The update op %r writes the variable %r by what the tower computed of its own part of the batch, under "
-                      "the policy %r no other tower's update runs, and the loss reads it: the towers train otherwise than one "
-                      "tower of the whole batch. Compute the update of all towers' data, by towers.all_reduce or "
-                      "towers.all_gather."
-                      % (writes[variable].name, variable, policy), stacklevel=3)
+        warnings.warn(
+            "The update op %r writes the variable %r by what the tower computed of its own part of the batch, under the policy "
+            "%r no other tower's update runs, and the loss reads it: the towers train otherwise than one tower on the whole "
+            "batch would. Compute the update of all towers' data, by towers.all_reduce or towers.all_gather."
+            % (writes[variable].name, variable, policy), stacklevel=3)
 
 
 def _first_read(tower, names):

@@ -1,0 +1,106 @@
+"""Gradients that a model function takes itself: said where they are not those of the whole batch, and nowhere else."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.support import build
+from towers.testing import assert_equals_one_batch
+
+RNG = np.random.RandomState(2)
+X, Y = RNG.randn(9, 4), RNG.randn(9)
+WORDS = "a gradient that the model function takes itself"
+
+
+def weights():
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        return [tf.get_variable(name, shape, tf.float64, tf.constant_initializer(value)) for name, shape, value in (
+            ("w", [4, 3], np.linspace(-1, 1, 12).reshape(4, 3)), ("v", [3], np.array([1., -2., 0.5])))]
+
+
+def net(x, w=None, v=None):
+    w, v = weights() if w is None else (w, v)
+    return tf.reduce_sum(tf.tanh(tf.matmul(x, w)) * v, 1)
+
+
+def synced(x):
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        return net(tf_syncbn.sync_batch_norm(x, training=True, name="bn", updates_collections=()))
+
+
+def error(y, of=net, x=None, *args):
+    return tf.reduce_mean(tf.square(of(x, *args) - y))
+
+
+def penalty(x, y, of, reduced):
+    slopes, = tf.gradients(reduced(of(x)), x)
+    return error(y, of, x) + tf.reduce_mean(tf.reduce_sum(tf.square(slopes), 1))
+
+
+def adversarial(x, y, change, of=net, reduced=tf.reduce_mean):
+    slopes, = tf.gradients(reduced(tf.square(of(x) - y)), x)
+    return error(y, of, x) + error(y, of, tf.stop_gradient(x + change(slopes)))
+
+
+def normed(slopes):
+    slopes /= 1e-12 + tf.reduce_max(tf.abs(slopes), 1, keepdims=True)
+    return 0.3 * slopes / tf.sqrt(1e-6 + tf.reduce_sum(tf.square(slopes), 1, keepdims=True))
+
+
+def inner_step(x, y, average=lambda gradient: gradient):
+    w, v = weights()
+    gradients = [average(tf.stop_gradient(gradient)) for gradient in tf.gradients(error(y, net, x, w, v), [w, v])]
+    return error(y, net, x, w - 0.1 * gradients[0], v - 0.1 * gradients[1])
+
+
+def of_all(x):
+    def average(gradient):
+        count = tf.cast(tf.shape(x)[0], x.dtype)
+        return towers.all_reduce(gradient * count) / towers.all_reduce(count)
+    return average
+
+
+OTHERS = {
+    "a penalty on a mean's slopes": lambda x, y: penalty(x, y, net, tf.reduce_mean),
+    "a step by a mean's slopes": lambda x, y: adversarial(x, y, lambda slopes: slopes),
+    "a normed step through a layer in which uneven towers meet": lambda x, y: adversarial(x, y, normed, synced),
+    "an inner step": inner_step}
+SAME = {
+    "a penalty on a sum's slopes": lambda x, y: penalty(x, y, net, tf.reduce_sum),
+    "a penalty on each one's slopes": lambda x, y: penalty(x, y, net, tf.identity),
+    "through a synced layer": lambda x, y: penalty(x, y, synced, tf.reduce_sum),
+    "a step by the sign": lambda x, y: adversarial(x, y, lambda slopes: 0.1 * tf.sign(slopes)),
+    "a normed step": lambda x, y: adversarial(x, y, normed),
+    "a step of unit length": lambda x, y: adversarial(x, y, lambda slopes: tf.nn.l2_normalize(slopes, 1, 1e-30)),
+    "a normed step of a sum through a synced layer": lambda x, y: adversarial(x, y, normed, synced, tf.reduce_sum),
+    "an inner step by the average of all": lambda x, y: inner_step(x, y, of_all(x)),
+    "no gradient": lambda x, y: error(y, net, x)}
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_gradients_of_a_tower_s_examples_together_are_others_and_are_said(name):
+    with pytest.warns(UserWarning, match=WORDS):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(OTHERS[name], (X, Y), 3, sizes=[2, 4, 3], steps=2)
+
+
+@pytest.mark.parametrize("name", sorted(SAME))
+def test_gradients_that_are_those_of_the_whole_batch_pass_in_silence(name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + WORDS)
+        assert_equals_one_batch(SAME[name], (X, Y), 3, sizes=[2, 4, 3], steps=2)
+
+
+def test_a_normed_step_through_a_layer_in_which_even_towers_meet_passes_in_silence():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + WORDS)
+        assert_equals_one_batch(lambda x, y: adversarial(x, y, normed, synced), (X, Y), 3, steps=1)
+
+
+def test_one_tower_may_take_any_gradient():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + WORDS)
+        build(inner_step, (X, Y), 1)
