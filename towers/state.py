@@ -69,6 +69,7 @@ class _State:
         self._twins = self._find_twins()
         self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
         self._waits = []  # (a tower's write, the results of an earlier tower's that it waits for, the variable)
+        self._of_own_data = []  # names of a variable, and of the last tower's write
         self._last = {}  # a tower's write -> the last tower's, whose result stands for its own in what is handed out
         self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
 
@@ -117,7 +118,7 @@ class _State:
         if later and (is_metric or any(op in view.needed for view, of_tower in zip(self._views, writes) for op in of_tower)):
             self._run_in_order(variable, writes, is_metric)
             if not is_metric:
-                _warn(variable, writes[-1][0])
+                self._of_own_data.append((_outer(variable).name, writes[-1][0].name))
         self._protect(variable, [op for of_tower in writes for op in of_tower])
 
     def _counts_batches(self, variable):
@@ -221,6 +222,8 @@ class _State:
     def result(self):
         """Returns the towers with what stands for their outputs and updates now, and replaces what stands in collections."""
         self._refuse_circles()
+        if self._of_own_data:
+            _warn(self._of_own_data)
         graph, first = tf.get_default_graph(), self._first
         for key in graph.collections if self._stands_for or self._last else ():
             if isinstance(key, str):
@@ -271,10 +274,11 @@ def _outer(variable):
     return variable_of(variable) or variable  # what else is handed out by reference, a barrier say, stands for itself
 
 
-def _warn(variable, write):
-    variable = _outer(variable)
+def _warn(writes):
+    (variable, write), others = writes[0], [repr(name) for name, _ in writes[1:]]
+    more = "" if not others else " (and %s%s)" % (", ".join(others[:4]), " and %d more" % len(others[4:]) if others[4:] else "")
     warnings.warn(
-        "Each tower writes the variable %r by what it computed of its own batch (%r in the last one), and the outputs wait for "
+        "Each tower writes the variable %r%s by what it computed of its own batch (%r in the last one), and the outputs wait for "
         "it. The towers write it one after the other, in their order, which may not be what one tower would write on the whole "
         "batch. To make it exact, compute it of all towers' data, towers.all_gather(...) first; or hand an update that is the "
-        "same in all towers to towers.current_tower().add_update(op, shared=True)." % (variable.name, write.name), stacklevel=5)
+        "same in all towers to towers.current_tower().add_update(op, shared=True)." % (variable, more, write), stacklevel=5)
