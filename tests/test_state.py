@@ -328,7 +328,8 @@ def test_center_loss_is_warned_of_once_a_build(resource):
     assert len([w for w in said if "centers" in str(w.message)]) == 1
 
 
-@pytest.mark.parametrize("count, words", [(2, r"'s0' \(and 's1'\) by"), (7, r"'s0' \(and 's1', 's2', 's3', 's4' and 2 more\) by")])
+@pytest.mark.parametrize("count, words", [
+    (2, r"'s0' \(and 's1'\) by"), (7, r"'s0' \(and 's1', 's2', 's3', 's4' and 2 more\) by")])
 def test_all_variables_that_towers_write_by_their_own_data_are_named_in_one_warning(count, words, resource):
     def model(x):
         written = [tf.assign(variable("s%d" % i, [3], resource, trainable=False), tf.reduce_mean(x, 0)) for i in range(count)]
