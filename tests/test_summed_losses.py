@@ -60,6 +60,7 @@ MEANS = {
     "a sum of products of all examples": lambda x: tf.reduce_sum(
         tf.matmul(x, squares(x), transpose_a=True) / tf.cast(tf.shape(x)[0], tf.float64)),
     "with a decay": lambda x: mean_of_norms(x) + decay() / B,
+    "beside a sum times 0": lambda x: tf.reduce_mean(squares(x)) + 0 * tf.reduce_sum(squares(x)),
     "of tf.losses": lambda x: tf.losses.mean_squared_error(x, squares(x)),
     "of tf.losses over the batch": lambda x: tf.losses.absolute_difference(
         x, squares(x), reduction="weighted_sum_over_batch_size"),

@@ -78,8 +78,8 @@ def _sums(loss, context):
 
 def _without_factors(inputs, divisors, context):
     numbers = [_number(tensor) for tensor in inputs]
-    if context.num_towers in numbers:
-        return []  # a sum, and meant as one
+    if context.num_towers in numbers or 0 in numbers:
+        return []  # a sum, and meant as one; or nothing
     if any(number is not None for number in numbers):
         more = tuple(1 / number for number in numbers if number)
         return [(tensor, divisors + more) for tensor, number in zip(inputs, numbers) if number is None]
