@@ -47,6 +47,12 @@ def products(x):
     return tf.matmul(y, y, transpose_b=True)
 
 
+def free_bits_of_each(x):
+    """The bits that are paid for, the average over the batch, in each example's loss, as in Improved Variational Inference."""
+    average = tf.maximum(tf.reduce_mean(tf.square(features(x)), 0, keepdims=True), 0.5)
+    return tf.reduce_sum(tf.tile(average, [tf.shape(x)[0], 1]), 1)
+
+
 def of_minibatch(x):
     """Minibatch discrimination, as in Improved Techniques for Training GANs, with kernels of two numbers each."""
     y = tf.reshape(features(x), [-1, C // 2, 2])
@@ -85,6 +91,7 @@ MIXED = {
     "a norm": lambda x, *_: tf.norm(features(x)),
     "a root of an l2_loss": lambda x, *_: tf.sqrt(tf.nn.l2_loss(features(x))),
     "free bits": lambda x, *_: tf.reduce_sum(tf.maximum(tf.reduce_mean(tf.square(features(x)), 0), 0.5)),
+    "free bits beside each example's loss": lambda x, *_: tf.reduce_mean(losses(x) + free_bits_of_each(x)),
     "a covariance": lambda x, *_: tf.reduce_sum(tf.square(tf.matmul(features(x), features(x), transpose_a=True))),
     "a covariance, turned": lambda x, *_: tf.reduce_sum(tf.square(tf.matmul(tf.transpose(features(x)), features(x)) - 1)),
     "the largest": lambda x, *_: tf.reduce_max(losses(x)),

@@ -111,7 +111,7 @@ class Examples:
     def __init__(self, towers):
         of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
         self._leaves, self._stand_ins = own_leaves(towers[0].context) - of_all, towers[0].context.meetings.stand_ins
-        self._are_in, self._lie_along = {}, {}
+        self._are_in, self._lie_along, self._are_spread = {}, {}, {}
 
     def end_at(self, tensor):
         """Tells whether nothing is to be looked for behind a tensor: of the batch or of all towers, or where nothing is sure."""
@@ -134,20 +134,28 @@ class Examples:
 
     def are_in(self, tensor):
         """Tells whether a tensor is computed of the tower's examples, other than by how many they are."""
-        return self._reaches(tensor, self._are_in, self._inputs)
+        return self._reaches(tensor, self._are_in, self._inputs, self.is_given)
 
     def lie_along(self, tensor):
         """Tells whether a tensor has examples along its first axis."""
-        return tensor.shape.rank not in (None, 0) and self._reaches(tensor, self._lie_along, self.rows_of)
+        return tensor.shape.rank not in (None, 0) and self._reaches(tensor, self._lie_along, self.rows_of, self.is_given)
 
-    def _reaches(self, tensor, answers, sources):
-        """Tells whether a walk from a tensor comes to the batch. What it knows then, it remembers."""
+    def are_spread(self, tensor):
+        """Tells whether the rows of a tensor are made of one row, which holds examples and was repeated."""
+        return tensor.shape.rank not in (None, 0) and self._reaches(tensor, self._are_spread, self.rows_of, self._is_repeated)
+
+    def _is_repeated(self, tensor):
+        row = tensor.op.inputs[0] if tensor.op.type in ("BroadcastTo", "Tile") else None
+        return row is not None and bool(row.shape.rank) and tf.dimension_value(row.shape[0]) == 1 and self.are_in(row)
+
+    def _reaches(self, tensor, answers, sources, is_end):
+        """Tells whether a walk from a tensor comes to an end that is looked for. What it knows then, it remembers."""
         path = [(tensor, None)]
         while path:
             now, rest = path[-1]
             if rest is None:
                 answer = answers.get(now.name)
-                if answer is None and end_of(now) in self._leaves:
+                if answer is None and is_end(now):
                     answer = True
                 if answer is None:
                     answers[now.name] = False  # until it is known better, which a loop back would not

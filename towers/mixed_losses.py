@@ -89,7 +89,7 @@ def _sources(tensor, own, reason, examples):
     """Returns the inputs of a tensor's op that hold examples, and for each how the loss takes it, if not by sums alone."""
     op, number = tensor.op, tensor.value_index
     if examples.lie_along(tensor):  # each may be anything of its own example, or of a number that is one for all of them
-        own = [source for source in own if source.shape.rank == 0 or examples.lie_along(source)]
+        own = [source for source in own if source.shape.rank == 0 or examples.lie_along(source) or examples.are_spread(source)]
     if op.type in SIZES or op.type in NO_VALUES:
         return []
     if op.type in _DIVIDES:
