@@ -626,6 +626,14 @@ def test_towers_that_differ_in_batch_norms_are_named():
         build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
 
 
+def test_a_tower_of_one_example_that_loses_its_axis_is_named():
+    def model_fn(x):
+        return tf.reduce_mean(tf.sin(by_moments(tf.expand_dims(tf.squeeze(x), -1), "bn")))
+
+    with pytest.raises(towers.TowerMismatchError, match="Tower 1 has 0 batch norms to convert and tower 0 has 1. .*tf.squeeze"):
+        build(tf_syncbn.convert_model(model_fn), towers.PerTower([tf.ones([2, 3, 4]), tf.ones([1, 3, 4])]), 2)
+
+
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="model_fn has to be a model function, not 3"):
         tf_syncbn.convert_model(3)

@@ -120,8 +120,10 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
                 raise ValueError("convert_model: `only` chooses none of the model's batch norms, whose scopes are %s."
                                  % ", ".join(map(repr, scopes)))
         elif len(found) != len(chosen):
-            raise TowerMismatchError("Tower %d has %d batch norms to convert and tower 0 has %d."
-                                     % (tower.index, len(found), len(chosen)))
+            raise TowerMismatchError(
+                "Tower %d has %d batch norms to convert and tower 0 has %d. Does the model function make another network of a "
+                "batch of another size? tf.squeeze(x), say, takes away the axis of one example."
+                % (tower.index, len(found), len(chosen)))
         found, scopes = ([x for x, is_chosen in zip(several, chosen) if is_chosen] for several in (found, scopes))
         _check(found, scopes, added.ops(), recorded)
         if tower.is_first:
@@ -166,7 +168,7 @@ def _find(added, batch, outputs, only, tower):
     if found and unknown and tower.is_first:
         warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
                       "tower: %s. %s" % (", ".join(map(repr, unknown)), _MEND), stacklevel=4)
-    if not found and tower.training is not False:
+    if not found and tower.training is not False and tower.is_first:
         raise ValueError(_why_none_is_found(ops, unknown, len(averaged_layers(added.graph, tower))))
     return found, scopes, of_variables
 
