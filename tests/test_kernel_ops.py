@@ -12,14 +12,14 @@ from tests.kernel_machines import running_on
 from tests.support import cpus, has_tf_layers
 
 TABLE = (pathlib.Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
-STRATEGIES = {"cudnn_small": ("gpu", True), "cudnn": ("gpu", False), "cudnn_unsized": ("unknown", False),
+STRATEGIES = {"cudnn": ("gpu", True), "products": ("gpu", False), "cudnn_unsized": ("unknown", False),
               "onednn": ("onednn", False),
               "eigen_tf1": ("eigen of TensorFlow 1", False), "eigen_plain": ("eigen", True), "eigen": ("eigen", False)}
 SMALL, LARGE = [4, 32, 32, 16], [16, 32, 32, 16]
 NO_OPS = {"Const", "Identity", "IdentityN", "NoOp", "Placeholder", "StopGradient", "VariableV2", "VarHandleOp",
-          "ReadVariableOp", "DeepCopy"}
+          "ReadVariableOp", "DeepCopy", "Bitcast"}
 # What a GPU launches nothing for: other names for the same memory, where channels are a multiple of 16.
-NO_KERNELS = {"Bitcast", "Reshape", "Unpack"}
+NO_KERNELS = {"Reshape", "Unpack"}
 
 
 def promised(name):
@@ -29,7 +29,10 @@ def promised(name):
 
 
 def ops_behind(fetches):
-    """Counts the ops behind tensors and ops by type, with those of the functions called; no constants, identities and reads."""
+    """Counts the ops behind tensors and ops by type, with those of the functions called; no constants, identities and reads.
+
+    Nor bitcasts: Grappler drops each pair of them.
+    """
     graph = tf.get_default_graph().as_graph_def()
     functions, counts = {f.signature.name: f for f in graph.library.function}, collections.Counter()
 
@@ -73,10 +76,11 @@ def test_a_layer_starts_no_more_ops_than_promised(name, num_towers):
 
 
 @pytest.mark.parametrize("num_towers", [2, 3, 4, 8])
-def test_a_gpu_launches_for_a_small_layer_at_most_16_kernels_a_tower_and_8_once(num_towers):
+def test_a_gpu_launches_for_a_layer_at_most_14_kernels_a_tower_and_7_once(num_towers):
     with running_on("gpu", True):
         ops = ops_of_a_layer(num_towers, tf_syncbn.sync_batch_norm, with_averages=False)
-    assert sum(count for op, count in ops.items() if op not in NO_KERNELS) <= 16 * num_towers + 8
+    assert sum(count for op, count in ops.items() if op not in NO_KERNELS) <= 14 * num_towers + 7
+    assert not ops["ConcatV2"] and ops["Pack"] <= (num_towers > 2)  # one copy for each tensor that they join
 
 
 @pytest.mark.parametrize("num_towers", [1, 2, 4])

@@ -9,6 +9,7 @@ from towers.exchanges import tower_here
 from tf_syncbn.arguments import check_axis, check_mask, check_numbers, check_training
 from tf_syncbn.kernels.rows import accumulator, known_count
 from tf_syncbn.kernels.inference import normalize_by_averages
+from tf_syncbn.kernels.moments import joined
 from tf_syncbn.moving_averages import AveragedLayer, collect_updates, moving_average_steps, remember_layer, update_ops
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 from tf_syncbn.whole_batch import Normalization, normalize_over_towers
@@ -157,7 +158,8 @@ def sync_batch_norm(
             updates = _updates(moving, whole, momentum, renorm_momentum, when, epsilon, unbiased, updates_collections, tower,
                                known_count(inputs, axis, mask) if alone else None)
             averages = dict(zip([v.op.name for v in moving], _AVERAGED))
-            remember_layer(AveragedLayer(scope.name, averages, unbiased and not renorm, epsilon, lambda: whole), tower)
+            of_all = joined(*whole)  # now: the graph may be finalized when it is asked for
+            remember_layer(AveragedLayer(scope.name, averages, unbiased and not renorm, epsilon, lambda: of_all), tower)
             if updates_collections is None:
                 with tf.control_dependencies(updates):
                     y = tf.identity(y)
@@ -171,9 +173,9 @@ def _updates(moving, moments, momentum, renorm_momentum, training, epsilon, unbi
     (rate, keep), (renorm_rate, renorm_keep) = (
         (m, None) if tf.is_tensor(m) else (None, float(m)) for m in (momentum, renorm_momentum))
     if len(moving) == 2:
-        return update_ops(moving, moving_average_steps, [moments, rate, training], collections, tower, keep=keep,
+        return update_ops(moving, moving_average_steps, [*moments, rate, training], collections, tower, keep=keep,
                           unbiased=unbiased, known=known)
-    return update_ops(moving, renorm_steps, [moments, rate, renorm_rate, training], collections, tower, keep=keep,
+    return update_ops(moving, renorm_steps, [*moments, rate, renorm_rate, training], collections, tower, keep=keep,
                       renorm_keep=renorm_keep, epsilon=epsilon)
 
 

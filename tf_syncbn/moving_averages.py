@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 from towers.graph_walk import ancestors, written_variable
 from towers.private import control_flow_now, control_flow_of, run_after
 from tf_syncbn.kernels.graph_function import call
-from tf_syncbn.kernels.moments import bessel, split
+from tf_syncbn.kernels.moments import bessel, three
 
 __all__ = ["AveragedLayer", "averaged_layers", "collect_updates", "moving_average_steps", "remember_layer", "share_of_new",
            "steps_where_counted", "update_after", "update_ops"]
@@ -59,11 +59,11 @@ def _remembered(attribute, graph, tower):
     return [item for of_build, item in getattr(graph, attribute, []) if of_build is build]
 
 
-def moving_average_steps(moments, momentum, training, moving_mean, moving_variance, *, keep, unbiased, known=None):
+def moving_average_steps(count, pair, momentum, training, moving_mean, moving_variance, *, keep, unbiased, known=None):
     """Computes what to subtract from a moving mean and a moving variance: `(moving - new) (1 - momentum)`.
 
     Args:
-      moments: tensor [2C + 1], see `tf_syncbn.kernels.moments.merge`.
+      count, pair: moments, see `tf_syncbn.kernels.moments.of_pair`.
       momentum: scalar tensor, or None where `keep` is it.
       training: scalar bool tensor; nothing moves where it is False. None stands for True.
       moving_mean, moving_variance: tensors [C], the present values.
@@ -74,7 +74,7 @@ def moving_average_steps(moments, momentum, training, moving_mean, moving_varian
     Returns:
       Two tensors [C]; zeros where nothing was counted.
     """
-    count, mean, variance = split(moments)
+    count, mean, variance = three(count, pair)
     if unbiased:
         variance *= known / max(known - 1, 1) if known else bessel(count)
     rate = share_of_new(momentum, keep, mean.dtype)

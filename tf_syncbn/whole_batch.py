@@ -15,8 +15,8 @@ from towers.private import is_deterministic, runs_onednn
 from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
-from tf_syncbn.kernels.merge import merge_groups, merge_merged, with_count
-from tf_syncbn.kernels.moments import split
+from tf_syncbn.kernels.merge import merge, merge_apart, merge_groups, merge_merged, with_count
+from tf_syncbn.kernels.moments import apart, of_pair, split
 from tf_syncbn.kernels.rows import along, known_count
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
@@ -29,13 +29,14 @@ class Normalization(NamedTuple):
       axis: int, the channels' axis, not negative.
       epsilon: float, added to the variance.
       group_size: int, moments are shared by groups of so many consecutive towers; None is all towers.
-      kernels, plain: modules, see `tf_syncbn.kernels.choose.Strategy`; set here.
+      kernels, plain, takes_shares: see `tf_syncbn.kernels.choose.Strategy`; set here.
     """
     axis: int
     epsilon: float
     group_size: Any = None
     kernels: Any = reference
     plain: Any = reference
+    takes_shares: bool = False
 
 
 def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, frozen=None, correct=None, arguments=()):
@@ -58,43 +59,53 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
 
     Returns:
       y: tensor of the shape and dtype of `x`.
-      whole: tensor [2C + 1], the moments of all towers, see `tf_syncbn.kernels.moments.merge`.
+      whole: the moments of all towers: a tensor [2C + 1], see `tf_syncbn.kernels.merge.merge`, and None; or two tensors, see
+        `merge_apart` there.
     """
     arguments = dict(arguments, axis=how.axis, epsilon=how.epsilon, group_size=how.group_size, mask=mask is not None,
                      scale=gamma is not None, center=beta is not None, training=True if training is None else training)
     with _span(tower, x, gamma, beta, mask, training, frozen):
         layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
         strategy, known = choose(layer, machine), known_count(x, how.axis, mask)
-        how, as_one_op = how._replace(kernels=strategy.kernels, plain=strategy.plain), strategy.as_one_op(layer, machine)
+        how = how._replace(kernels=strategy.kernels, plain=strategy.plain, takes_shares=strategy.takes_shares and mask is None)
+        as_one_op = strategy.as_one_op(layer, machine)
         is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
         if is_plain and as_one_op and machine.kind == "GPU" and (tower is None or tower.num_towers == 1):
             if tower is not None:
                 next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
-            return fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
-        packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
-        channels = tf.dimension_value(x.shape[how.axis])
-        merged, results = _merged(channels, how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
-        if correct is not None:
-            results.append((packed.dtype, [2 * channels]))
-            place, used, whole, corrections = _meet(packed, channels, known, correct(merged), results, tower, arguments)
-            r, d = tf.split(tf.stop_gradient(corrections), 2)
-            gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
-            beta = d if beta is None else beta + d
-        elif how.group_size is not None:
-            place, used, whole = _meet(packed, channels, known, merged, results, tower, arguments)
-        else:
-            place, used = _meet(packed, channels, known, None, results[:1], tower, arguments)
-            whole = used
+            y, whole = fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
+            return y, (whole, None)
         # Packed, the moments are fewer nodes of the graph; apart, fewer ops to start, which is what counts on a GPU.
         are_apart = as_one_op and machine.kind != "CPU" or training is not None
-        moments = call(split, used) if are_apart else [used, None, None]
+        packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
+        channels = tf.dimension_value(x.shape[how.axis])
+        left = _Left(packed, channels, known, are_apart and (tower is None or tower.meetings.peers is None))
+        if correct is None and how.group_size is None:
+            place, *moments = _meet(left, None, (), tower, arguments)
+            whole = moments = moments if left.is_apart else [*moments, None]
+        else:
+            merged, results = _merged(channels, how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
+            if correct is not None:
+                merged, results = correct(merged), results + [(packed.dtype, [2 * channels])]
+            place, used, whole, *corrections = _meet(left, merged, results, tower, arguments)
+            moments, whole = [used, None], [whole, None]
+            if correct is not None:
+                r, d = tf.split(tf.stop_gradient(corrections[0]), 2)
+                gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
+                beta = d if beta is None else beta + d
+        if are_apart and moments[1] is None:
+            moments = call(apart, moments[0])
         if training is not None:
-            moments[1:] = [tf.where_v2(training, new, old) for new, old in zip(moments[1:], frozen)]
-        optional = (gamma, beta, mask, training)
+            moments = moments[0], tf.where_v2(training, moments[1], tf.stack(frozen))
+        packed, mean, variance = of_pair(*moments)
+        kept = (None, None) if not how.takes_shares else call(
+            fused_op.kept_for_gradient, packed, mean, variance, gamma, values=known, epsilon=how.epsilon)
+        optional = (gamma, beta, mask, training, *kept)
         if as_one_op:
             # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op,
             # whose own gradient hands dy on to it.
-            mean, variance = moments[1:] if are_apart else call(fused_op.statistics, used, epsilon=how.epsilon)
+            if not are_apart:
+                mean, variance = call(fused_op.statistics, packed, epsilon=how.epsilon)
             epsilon = how.epsilon if are_apart else max(how.epsilon, fused_op.LEAST_EPSILON)
             x = _with_gradient(place, how, x, moments, x, optional)
             y, = with_gradient(
@@ -102,7 +113,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
                                                                    fused_op.data_format(x, how.axis))],
                 ("FusedBatchNormV2", "FusedBatchNormV3"))
             return y, whole
-        y = call(how.kernels.normalize, x, *moments, gamma, beta, axis=how.axis, epsilon=how.epsilon)
+        y = call(how.kernels.normalize, x, packed, mean, variance, gamma, beta, axis=how.axis, epsilon=how.epsilon)
         return _with_gradient(place, how, y, moments, x, optional), whole
 
 
@@ -127,8 +138,7 @@ def moments_over_towers(x, axis, tower):
     with _span(tower, x):
         kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
         packed, channels = call(kernels.local_moments, x, None, axis=axis), tf.dimension_value(x.shape[axis])
-        results = [(packed.dtype, [2 * channels + 1])]
-        place, whole = _meet(packed, channels, known_count(x, axis), None, results, tower, {"axis": axis})
+        place, whole = _meet(_Left(packed, channels, known_count(x, axis)), None, (), tower, {"axis": axis})
         return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
 
 
@@ -144,36 +154,62 @@ def machine_of(x, tower):
     return Machine(kind, generation, False, is_deterministic())
 
 
-def _merged(channels, group_size=None):
+class _Left(NamedTuple):
+    """What a tower leaves where towers meet for their moments.
+
+    Attributes:
+      packed: tensor, from a kernel `local_moments`.
+      channels: int, C.
+      count: int, its count; None where that is not known while the graph is built.
+      is_apart: whether the tower takes the moments of all towers as two tensors, see `tf_syncbn.kernels.merge.merge_apart`.
+    """
+    packed: tf.Tensor
+    channels: int
+    count: Any
+    is_apart: bool = False
+
+
+def _merged(channels, group_size):
     """Returns an aggregate for an exchange: for each tower, the moments of its group and of all towers."""
     def aggregate(per_tower):
-        packed, counts = zip(*per_tower)
+        packed, counts = zip(*[(packed, known and known[0]) for packed, known in per_tower])
         size = group_size or len(packed)
         *groups, whole = call(merge_groups, *packed, channels=channels, counts=counts, group_size=size)
         return [[groups[i // size], whole] for i in range(len(packed))]
     return aggregate
 
 
-def _meet(packed, channels, known, aggregate, results, tower, arguments):
+def _of_all(channels):
+    """Returns an aggregate for an exchange: for each tower the moments of all of them, in the form that it takes."""
+    def aggregate(per_tower):
+        packed, known = zip(*per_tower)
+        counts, forms = zip(*known)
+        made = {is_apart: call(merge_apart if is_apart else merge, *packed, channels=channels, counts=counts)
+                for is_apart in dict.fromkeys(forms)}
+        return [list(made[is_apart]) if is_apart else [made[is_apart]] for is_apart in forms]
+    return aggregate
+
+
+def _meet(left, aggregate, results, tower, arguments):
     """Returns the layer's place, and for each of `results`, pairs of dtype and shape, what the aggregate holds.
 
     A count that is known does not cross: where all are, the merge takes them as constants. Where `aggregate` is None, every
-    tower gets the moments of all of them.
+    tower gets the moments of all of them, in the form that it takes.
     """
-    def whole(per_tower):
-        return [[of_all] for _, of_all in _merged(channels)(per_tower)]
-
+    packed, channels, *known = left
+    if aggregate is None:
+        results = [(packed.dtype, shape) for shape in ([[1], [2, channels]] if left.is_apart else [[2 * channels + 1]])]
     if tower is None:
-        return (None, *(aggregate or whole)([[packed, known]])[0])
+        return (None, *(aggregate or _of_all(channels))([[packed, known]])[0])
     with tf.name_scope("exchange"):
-        across = Across(lambda left: whole(left)[0][0], lambda merged: [call(merge_merged, merged)])
-        shape = tf.TensorShape([None])
+        across = Across(lambda per_tower: _of_all(channels)(per_tower)[0][0], lambda merged: [call(merge_merged, merged)])
+        shape = tf.TensorShape(None)
         if aggregate and tower.meetings.peers is not None:  # groups may lie in several workers: all of it crosses
-            if known is not None:
-                packed, known = call(with_count, packed, channels=channels, count=known), None
-            across, shape = None, packed.shape
+            if left.count is not None:
+                packed = call(with_count, packed, count=left.count)
+            across, shape, known = None, packed.shape, None
         place = next_place("sync_batch_norm", [packed], [shape], dict(arguments, channels=channels))
-        return (place, *meet_at(place, [packed], aggregate or whole, results, [known], across))
+        return (place, *meet_at(place, [packed], aggregate or _of_all(channels), results, [known], across))
 
 
 def _with_gradient(place, how, value, moments, x, optional):
@@ -196,33 +232,35 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
     """
     place, (how, optional) = gradient_place(op)
     dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
-    num_moments = sum(optional[:3])
+    num_moments = sum(optional[:2])
     d_moments = [] if all(map(_is_zeros, d_given[:num_moments])) else d_given[:num_moments]
     with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
         x, given = op.inputs[1], iter(list(op.outputs[2:2 + num_moments]) + list(op.inputs[2 + num_moments:]))
-        *moments, gamma, beta, mask, training = [next(given) if there else None for there in optional]
+        *moments, gamma, beta, mask, training, scale, saved = [next(given) if there else None for there in optional]
+        count, moments = moments[0][:1] if moments[1] is None else moments[0], of_pair(*moments)
         options = {"axis": how.axis, "epsilon": how.epsilon}
         with tf.name_scope("exchange"):
-            sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, masked=mask is not None,
+            kept = () if scale is None else (scale, saved)
+            sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, *kept, masked=mask is not None,
                                                plain=how.plain.gradient_sums, **options)
-            d_beta, d_gamma, scale = tf.unstack(sums)
+            d_beta, d_gamma, scale = tf.unstack(sums) if len(scaled) < 2 else (*tf.unstack(sums), scaled.pop())
             means = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
-            count = moments[0][:1] if moments[1] is None else moments[0]
             if place is not None:
-                divisor = Divisor(count, known_count(x, how.axis, mask))
-                means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, alike in all towers
-            else:
+                divisor = Divisor(count, known_count(x, how.axis, mask), how.takes_shares)
+                # Where there is a row 2, it is the scale, alike in all towers.
+                means = cross_tower_sum_at(place, means, how.group_size, None if kept else 2, divisor)
+            elif not how.takes_shares:
                 means = tf.div_no_nan(means, count)
         dy, scaled = (None, scaled[0]) if scaled else (dy, None)
         dx, = call_with_gradient(how.kernels.input_gradient, dy, x, *moments, scale, sums, means, scaled, training, mask,
                                  plain=how.plain.input_gradient, **options)
-        of_optional = zip((d_gamma, d_beta, None, None), (gamma, beta, mask, training))
+        of_optional = zip((d_gamma, d_beta, None, None, None, None), (gamma, beta, mask, training, *kept))
         return [None, dx] + [None] * num_moments + [d for d, tensor in of_optional if tensor is not None]
 
 
 def _rows_of(d_moments):
-    """Returns the gradients by mean and variance [2, C], of those by the moments or by these packed."""
-    return tf.stack(d_moments[1:]) if len(d_moments) == 3 else tf.reshape(d_moments[0][1:], [2, -1])
+    """Returns the gradients by mean and variance [2, C], of those by the moments."""
+    return d_moments[1] if len(d_moments) == 2 else tf.reshape(d_moments[0][1:], [2, -1])
 
 
 def _gradient_span(op, place, *inputs):

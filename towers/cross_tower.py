@@ -101,9 +101,11 @@ class Divisor(NamedTuple):
       of_all: tensor that broadcasts to the sum, alike in all towers of a group, to which no gradient is wanted; where it is 0 the
         result is 0.
       own: number, this tower's part of it; None where that is not known while the graph is built.
+      gives_share: whether the tower gets the sum times `own`, which is known then, over `of_all`.
     """
     of_all: Any
     own: Any
+    gives_share: bool = False
 
 
 def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None):
@@ -119,17 +121,26 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
     Returns:
       A tensor of the shape and dtype of `tensor`.
     """
-    def total_of(group):
+    peers = place.meetings.peers
+    factor = divisor.own if divisor is not None and divisor.gives_share else 1
+
+    def totals_of(group):
         total = sum_in_order([part for part, *_ in group])
         if divisor is None:
-            return total
-        of_all, own = group[0][1], [known for *_, known in group]
-        return total * tf.constant(1 / sum(own), total.dtype) if _are_known(own) else tf.div_no_nan(total, of_all)
+            return [total] * len(group)
+        own, factors = zip(*[known or (None, 1) for *_, known in group])
+        distinct = dict.fromkeys(factors)
+        if None not in own and sum(own) > 0:
+            products = {factor: total * tf.constant(factor / sum(own), total.dtype) for factor in distinct}
+        else:
+            mean = tf.div_no_nan(total, group[0][1])
+            products = {factor: mean if factor == 1 else mean * factor for factor in distinct}
+        return [products[factor] for factor in factors]
 
     def add(per_tower):
         size = group_size or len(per_tower)
         groups = [per_tower[i:i + size] for i in range(0, len(per_tower), size)]
-        return [[total] for group in groups for total in [total_of(group)] * size]
+        return [[total] for group in groups for total in totals_of(group)]
 
     def part(left):
         total = add([[*tensors, None] for *tensors, _ in left] if divisor else left)[0][0]  # other workers have parts too
@@ -141,14 +152,12 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
     across = None if group_size else Across(part, whole, of_sum=True)
     left, known = [tensor], []
     if divisor is not None:
-        # Groups may lie in several workers, where what is known would cross as well.
-        left, known = [tensor, divisor.of_all], [None if place.meetings.peers and group_size else divisor.own]
+        # Workers do not cross what is known: towers multiply by it themselves there.
+        left, known = [tensor, divisor.of_all], [None if peers else (divisor.own, factor)]
     total, = meet_at(place, left, add, [(tensor.dtype, tensor.shape)], known, across)
+    if peers and factor != 1:
+        total *= factor
     return pass_with_gradient("TowersSum", [total, tensor], place, (group_size, divisor))[0]
-
-
-def _are_known(numbers):
-    return None not in numbers and sum(numbers) > 0
 
 
 def _join(per_tower):
@@ -164,7 +173,10 @@ def _join(per_tower):
 @tf.RegisterGradient("TowersSum")
 def _sum_gradient(op, dy, _):
     place, (group_size, divisor) = gradient_place(op)
-    return None, cross_tower_sum_at(place, tf.convert_to_tensor(dy), group_size, divisor=divisor)
+    dy = tf.convert_to_tensor(dy)
+    if divisor is not None and divisor.gives_share:
+        dy, divisor = dy * divisor.own, divisor._replace(gives_share=False)
+    return None, cross_tower_sum_at(place, dy, group_size, divisor=divisor)
 
 
 @tf.RegisterGradient("TowersAllGather")

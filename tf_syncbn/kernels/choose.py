@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import (cudnn, cudnn_small, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, own_gradient,
+from tf_syncbn.kernels import (cudnn, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, own_gradient, products,
                                reference)
 from tf_syncbn.kernels.fused_op import has_few_images
 from tf_syncbn.kernels.rows import accumulator, is_small, known_count
@@ -57,12 +57,14 @@ class Strategy(NamedTuple):
       as_one_op: a function of a `Layer` and a `Machine`: whether the output is to be the fused op's own in the caller's graph,
         where Grappler makes one op of it and of a ReLU that reads it.
       plain: a module with the last two of these functions, of plain ops: what the gradient of `kernels`' ones is taken of.
+      takes_shares: whether `input_gradient`, where no mask is, takes `n_i / n` of the sums over towers in place of `1 / n`.
     """
     name: str
     fits: Any
     kernels: Any
     as_one_op: Any = lambda layer, machine: False
     plain: Any = reference
+    takes_shares: bool = False
 
 
 def _takes_cudnn(layer, machine):
@@ -75,8 +77,9 @@ def _is_cudnns(layer, machine):
     return machine.kind == "GPU" and _takes_cudnn(layer, machine) and (known_count(layer, layer.axis) or 0) > 1
 
 
-def _is_small_on_gpu(layer, machine):
-    return _is_cudnns(layer, machine) and is_small(layer, cudnn_small.MOST_NUMBERS)
+def _has_few_channels(layer, machine):
+    large, few = not is_small(layer, products.LEAST_NUMBERS), tf.dimension_value(layer.shape[layer.axis]) <= products.MOST_CHANNELS
+    return _is_cudnns(layer, machine) and layer.dtype == tf.float32 and large and few
 
 
 def _is_cpus(layer, machine):
@@ -94,8 +97,8 @@ def _is_image(layer, machine):
 
 
 STRATEGIES = (
-    Strategy("cudnn_small", _is_small_on_gpu, cudnn_small, _is_image, own_gradient),
-    Strategy("cudnn", _is_cudnns, cudnn, _is_image, own_gradient),
+    Strategy("products", _has_few_channels, products, _is_image),
+    Strategy("cudnn", _is_cudnns, cudnn, _is_image, own_gradient, takes_shares=True),
     Strategy("cudnn_unsized", lambda layer, machine: _takes_cudnn(layer, machine) and not machine.deterministic, cudnn_unsized,
              _is_image),
     Strategy("eigen_plain", _is_eigen_plain, eigen_plain),

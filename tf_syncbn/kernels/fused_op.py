@@ -1,13 +1,19 @@
 """The fused batch norm: in inference mode, where it takes given moments, and with moments of its own; and its gradients."""
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.moments import parts, split
+from tf_syncbn.kernels.moments import parts, split, stacked
 from tf_syncbn.kernels.rows import join_rows, known_count, shape_of
 
-__all__ = ["LEAST_EPSILON", "data_format", "has_few_images", "local_moments", "normalize_images",
-           "normalize_images_alone", "own_gradient_kernel", "standardize", "statistics", "sums_kernel"]
+__all__ = ["LEAST_EPSILON", "as_it_takes", "data_format", "has_few_images", "kept_for_gradient", "local_moments",
+           "normalize_images", "normalize_images_alone", "own_gradient_kernel", "standardize", "statistics",
+           "sums_kernel"]
 
-LEAST_EPSILON = 1.001e-5  # that cuDNN takes
+LEAST_EPSILON = 1.001e-5 if tf.__version__.startswith("1.") else 0.0  # that cuDNN takes
+_ANY_EPSILON = 1e-3  # where nothing depends on it
+# In which layout vectors of channels are normalized: the numbers lie alike in both, but a GPU would transpose the other one.
+# TensorFlow 1 has no fused op for this one on a CPU.
+_VECTORS, _CHANNELS = ("NHWC", lambda channels: [1, 1, channels]) if tf.__version__.startswith("1.") else (
+    "NCHW", lambda channels: [channels, 1, 1])
 _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
 
 
@@ -42,35 +48,46 @@ def own_gradient_kernel(plain):
 
     With a mask it is `plain`. See `tf_syncbn.kernels.own_gradient`.
     """
-    def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
+    def gradient_sums(dy, x, count, mean, variance, gamma, scale=None, saved=None, *, masked, axis, epsilon):
         if masked:
             return plain(dy, x, count, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
         _, mean, variance = parts(count, mean, variance)
-        variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(mean.shape[0])
-        ones, zeros = (tf.constant(value, mean.dtype, [channels]) for value in (1, 0))
-        gamma = ones if gamma is None else gamma
-        scale = normalize_images(tf.reshape(ones, [1, 1, 1, channels]), zeros, variance, gamma, zeros, epsilon, "NHWC")
-        saved = _saved_of(variance, epsilon)
-        with tf.control_dependencies([dy]):  # as in `tf_syncbn.kernels.reference`
-            dy, x = tf.cast(dy, mean.dtype), tf.cast(x, mean.dtype)
+        if scale is None:
+            scale, saved = kept_for_gradient(count, mean, variance, gamma, values=known_count(x, axis), epsilon=epsilon)
+        # Not before `gamma` has been read for the scale too: whoever has its gradient may write it.
+        with tf.control_dependencies([dy, scale]):
+            dy, x = as_it_takes(dy), as_it_takes(x)
             dx, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
-                y_backprop=_as_images(dy), x=_as_images(x), scale=gamma, reserve_space_1=mean, reserve_space_2=saved,
-                epsilon=epsilon, data_format=data_format(x, axis), is_training=True)
-            return tf.stack([d_offset, d_scale, tf.reshape(scale, [-1])]), _shaped_as(dx, x)
+                y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
+                reserve_space_1=mean, reserve_space_2=saved, epsilon=max(epsilon, LEAST_EPSILON),
+                data_format=data_format(x, axis), is_training=True)
+            return stacked(d_offset, d_scale), _shaped_as(dx, x), tf.identity(scale)
     return gradient_sums
 
 
-def _saved_of(variance, epsilon):
-    """Returns what the fused op in training mode saves for its gradient: on a CPU the variance, on a GPU `1 / sqrt(v + epsilon)`.
+def kept_for_gradient(count, mean, variance, gamma, *, values, epsilon):
+    """Returns what the fused gradient in training mode needs of the moments, and a tower may compute when it has these.
 
-    Where it is going to run is not known for certain before it does, so it is asked: for two values of that variance.
+    Args:
+      count, mean, variance, gamma: see `tf_syncbn.kernels.reference`.
+      values: int, how many the tower has a channel.
+      epsilon: float.
+
+    Returns:
+      Two tensors [C]: `gamma / sqrt(variance + epsilon) / values`; and what the fused op in training mode saves for its
+      gradient, on a CPU the variance, on a GPU `1 / sqrt(variance + epsilon)`. Where it is going to run is not known for certain
+      before it does, so it is asked: for two values of that variance.
     """
-    channels, nothing = tf.dimension_value(variance.shape[0]), tf.constant([], variance.dtype)
-    two = tf.reshape(tf.sqrt(variance) * tf.constant([[1], [-1]], variance.dtype), [2, 1, 1, channels])
-    any_numbers = tf.constant(0, variance.dtype, [channels])
-    *_, saved = tf.raw_ops.FusedBatchNormV2(x=two, scale=any_numbers, offset=any_numbers, mean=nothing, variance=nothing,
-                                            epsilon=epsilon, is_training=True)
-    return saved
+    _, mean, variance = parts(count, mean, variance)
+    variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(variance.shape[0])
+    gamma, zeros = tf.ones_like(variance) if gamma is None else gamma, tf.zeros_like(mean)
+    shares = tf.constant(1 / values, variance.dtype, [1, *_CHANNELS(channels)])
+    scale = _fused_batch_norm(shares, gamma, zeros, epsilon, _VECTORS, zeros, variance)[0]
+    two = tf.reshape(tf.sqrt(variance) * tf.constant([[1], [-1]], variance.dtype), [2, *_CHANNELS(channels)])
+    *_, saved = tf.raw_ops.FusedBatchNormV2(
+        x=two, scale=gamma, offset=zeros, mean=tf.constant([], variance.dtype), variance=tf.constant([], variance.dtype),
+        epsilon=epsilon, data_format=_VECTORS, is_training=True)
+    return tf.reshape(scale, [channels]), saved
 
 
 def statistics(moments, *, epsilon):
@@ -80,19 +97,24 @@ def statistics(moments, *, epsilon):
 
 
 def local_moments(x, axis):
-    """Returns one tower's part of the moments, of two or more values a channel: their mean and unbiased variance, [2C]."""
-    return tf.concat(_own_moments(_as_images(tf.cast(x, tf.float32)), data_format(x, axis)), 0)
+    """Returns one tower's part of the moments, of two or more values a channel: their mean and unbiased variance, [2, C]."""
+    return stacked(*_own_moments(_as_images(as_it_takes(x)), data_format(x, axis)))
 
 
 def moments_of_rows(rows):
     """Returns the means and unbiased variances of the columns of a float32 tensor [N, C], N of 2 or more; two tensors [C]."""
-    return _own_moments(tf.reshape(rows, [rows.shape[0], 1, 1, rows.shape[1]]), "NHWC")
+    return _own_moments(tf.reshape(rows, [rows.shape[0], *_CHANNELS(rows.shape[1])]), _VECTORS)
 
 
 def _own_moments(images, layout):
     channels = tf.dimension_value(images.shape[layout.index("C")])
     ones, zeros = (tf.constant(value, tf.float32, [channels]) for value in (1, 0))
-    return tf.nn.fused_batch_norm(images, ones, zeros, epsilon=LEAST_EPSILON, data_format=layout)[1:]
+    return _fused_batch_norm(images, ones, zeros, _ANY_EPSILON, layout)[1:]
+
+
+def as_it_takes(x):
+    """Returns `x` in a dtype that the fused op takes on a GPU: float16 as it is, all else in float32."""
+    return x if x.dtype == tf.float16 else tf.cast(x, tf.float32)
 
 
 def data_format(x, axis):
@@ -145,9 +167,8 @@ def normalize_images(images, mean, variance, scale, offset, epsilon, layout):
       Tensor of the shape and dtype of `images`.
     """
     variance = _raised(variance, epsilon)
-    y, _, _ = tf.nn.fused_batch_norm(images, *_or_ones_and_zeros(scale, offset, mean), mean, variance,
-                                     epsilon=max(epsilon, LEAST_EPSILON), data_format=layout, is_training=False)
-    return y
+    vectors = _or_ones_and_zeros(scale, offset, mean)
+    return _fused_batch_norm(images, *vectors, max(epsilon, LEAST_EPSILON), layout, mean, variance)[0]
 
 
 def normalize_images_alone(images, scale, offset, epsilon, layout):
@@ -159,5 +180,14 @@ def normalize_images_alone(images, scale, offset, epsilon, layout):
     count = known_count(images, axis)
     ones = tf.ones([tf.dimension_value(images.shape[axis])])
     vectors = _or_ones_and_zeros(scale, offset, ones)
-    y, mean, unbiased = tf.nn.fused_batch_norm(images, *vectors, epsilon=epsilon, data_format=layout)
+    y, mean, unbiased = _fused_batch_norm(images, *vectors, epsilon, layout)
     return y, tf.stop_gradient(tf.concat([[float(count)], mean, unbiased * (max(count - 1, 1) / count)], 0))
+
+
+def _fused_batch_norm(images, scale, offset, epsilon, layout, mean=None, variance=None):
+    # Not tf.nn.fused_batch_norm, which raises an epsilon that cuDNN did not take once, in silence.
+    nothing = tf.constant([], scale.dtype)
+    y, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
+        x=images, scale=scale, offset=offset, mean=nothing if mean is None else mean,
+        variance=nothing if variance is None else variance, epsilon=epsilon, data_format=layout, is_training=mean is None)
+    return y, mean, variance

@@ -8,30 +8,40 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.fused_op import moments_of_rows
+from tf_syncbn.kernels.moments import stacked
 
-__all__ = ["merge", "merge_groups", "merge_merged", "with_count"]
+__all__ = ["merge", "merge_apart", "merge_groups", "merge_merged", "with_count"]
 
 
 def merge(*per_tower, channels, counts):
+    """Merges moments over towers, into a tensor [2C + 1]: the count, the means, the biased variances; see `merge_apart`."""
+    return tf.concat(_merge(per_tower, channels, counts), 0)
+
+
+def merge_apart(*per_tower, channels, counts):
     """Merges moments over towers.
 
         m_i = s_i + sum d / n_i,    v_i = (sum d^2 - (sum d)^2 / n_i) / n_i
         n = sum n_i,    m = sum n_i m_i / n,    v = sum n_i (v_i + (m_i - m)^2) / n
 
     Args:
-      *per_tower: a tensor [3C], [3C + 1] or, of the fused op's own moments, [2C] for each tower, from a kernel `local_moments`.
+      *per_tower: a tensor [3C], [3C + 1] or, of the fused op's own moments, [2, C] for each tower, from a kernel `local_moments`.
       channels: int, C.
       counts: tuple, for each tower its count `n_i`, an int, or None where its tensor begins with that.
 
     Returns:
-      Tensor [2C + 1]: the count, the means, the biased variances. All zero where nothing is counted.
+      Two tensors: the count [1], the means and the biased variances [2, C]. All zero where nothing is counted.
     """
-    sizes = {tf.dimension_value(part.shape[0]) for part in per_tower}
-    if sizes == {2 * channels} and len(set(counts)) == 1 and len(counts) > 1:
+    count, mean, variance = _merge(per_tower, channels, counts)
+    return count, stacked(mean, variance)
+
+
+def _merge(per_tower, channels, counts):
+    if all(map(_is_pair, per_tower)) and len(set(counts)) == 1 and len(counts) > 1:
         return _merge_alike(per_tower, channels, counts[0])
-    per_tower, dtype = [_as_sums(part, channels, n) for part, n in zip(per_tower, counts)], per_tower[0].dtype
+    per_tower, dtype = [_as_sums(part, n) for part, n in zip(per_tower, counts)], per_tower[0].dtype
     packed = tf.stack(per_tower) if None not in counts else tf.stack(
-        [part if n is None else with_count(part, channels=channels, count=n) for n, part in zip(counts, per_tower)])
+        [part if n is None else with_count(part, count=n) for n, part in zip(counts, per_tower)])
     if None in counts:
         counts, near, sums, squares = tf.split(packed, [1, channels, channels, channels], axis=1)
         count = tf.reduce_sum(counts, 0)
@@ -44,7 +54,7 @@ def merge(*per_tower, channels, counts):
     rests = sums * inverse
     means, variances = near + rests, tf.maximum(squares - sums * rests, 0) * inverse
     if len(per_tower) == 1:
-        return tf.concat([count, means[0], variances[0]], 0)
+        return count, means[0], variances[0]
     are_equal = isinstance(counts, np.ndarray) and len(set(counts.flat)) == 1
 
     def average(values):
@@ -53,27 +63,32 @@ def merge(*per_tower, channels, counts):
     # The mean of the towers' differences from the first one loses less than that of large means.
     first = means[0]
     mean = first + average(means - first)
-    return tf.concat([count, mean, average(variances + tf.math.squared_difference(means, mean))], 0)
+    return count, mean, average(variances + tf.math.squared_difference(means, mean))
 
 
 def _merge_alike(per_tower, channels, count):
     """Merges the fused op's own moments of equal counts: towers' means are values again, with moments of their own."""
     num_towers = len(per_tower)
-    means, spread = (tf.unstack(tf.reshape(part, [2, channels])) for part in moments_of_rows(tf.stack(per_tower)))
+    rows = tf.reshape(stacked(*per_tower), [num_towers, 2 * channels])
+    means, spread = (tf.unstack(tf.reshape(part, [2, channels])) for part in moments_of_rows(rows))
     variance = means[1] * ((count - 1) / count) + spread[0] * ((num_towers - 1) / num_towers)
-    return tf.concat([tf.constant([count * num_towers], variance.dtype), means[0], variance], 0)
+    return tf.constant([count * num_towers], variance.dtype), means[0], variance
 
 
-def _as_sums(part, channels, count):
-    if tf.dimension_value(part.shape[0]) != 2 * channels:
+def _is_pair(part):
+    return part.shape.rank == 2
+
+
+def _as_sums(part, count):
+    if not _is_pair(part):
         return part
-    mean, unbiased = tf.unstack(tf.reshape(part, [2, channels]))
+    mean, unbiased = tf.unstack(part)
     return tf.concat([mean, tf.zeros_like(mean), unbiased * (count - 1)], 0)
 
 
-def with_count(part, *, channels, count):
+def with_count(part, *, count):
     """Returns a tower's tensor, whose count is known, as one that begins with that, [3C + 1]; see `merge`."""
-    return tf.concat([tf.constant([count], part.dtype), _as_sums(part, channels, count)], 0)
+    return tf.concat([tf.constant([count], part.dtype), _as_sums(part, count)], 0)
 
 
 def merge_merged(merged):

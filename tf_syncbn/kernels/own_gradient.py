@@ -6,7 +6,8 @@ With the moments of all towers, a tower's `n_i` values a channel and their sums 
     dx = dx_i + a (S_i / n_i - S / n) + a r (T_i / n_i - T / n) (x - mean)
 
 The first is what cuDNN's gradient of a batch norm in training computes of moments that it is given. These kernels are those of
-`tf_syncbn.kernels.reference` but for that tensor `dx_i`, which stands in the place of `a dy`; with a mask there is none.
+`tf_syncbn.kernels.reference` but for that tensor `dx_i`, which stands in the place of `a dy`, for the scale, `a / n_i`, and for
+the sums over towers, of which they take the tower's share, `n_i S / n` and `n_i T / n`. With a mask there is none of this.
 """
 import tensorflow.compat.v1 as tf
 
@@ -17,23 +18,26 @@ from tf_syncbn.kernels.rows import known_count
 __all__ = ["gradient_sums", "input_gradient", "input_gradient_kernel"]
 
 
-def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
-    """See `tf_syncbn.kernels.reference.sums_kernel`; returns `dx_i` behind the sums."""
+def gradient_sums(dy, x, count, mean, variance, gamma, scale=None, saved=None, *, masked, axis, epsilon):
+    """See `tf_syncbn.kernels.reference.sums_kernel`; without a mask it returns S and T [2, C], `dx_i`, and the scale [C]."""
     how = {"axis": axis, "epsilon": epsilon}
     sums, scaled = reference.gradient_sums(dy, x, count, mean, variance, gamma, masked=masked, **how)
     if masked:
         return sums,
     _, mean, variance = parts(count, mean, variance)
-    own = sums * (sums[2] / known_count(x, axis))
-    return sums, scaled - reference.standardize(tf.cast(x, mean.dtype), mean, variance, own[1], own[0], **how)
+    scale = sums[2] / known_count(x, axis)
+    own = sums * scale
+    dx = scaled - reference.standardize(tf.cast(x, mean.dtype), mean, variance, own[1], own[0], **how)
+    return sums[:2], dx, scale
 
 
-def input_gradient_kernel(standardize, masked):
+def input_gradient_kernel(standardize, masked, as_it_takes=None):
     """Makes the kernel `input_gradient`.
 
     Args:
       standardize: see `tf_syncbn.kernels.reference.product_kernels`.
       masked: the kernel that takes the place of this one where there is a mask.
+      as_it_takes: a function that casts `x` to what `standardize` takes; without, that is the dtype of the moments.
     """
     def input_gradient(dy, x, count, mean, variance, scale, sums, means, scaled, training, mask, *, axis, epsilon):
         """See `tf_syncbn.kernels.reference.product_kernels`; `scaled` is `dx_i`."""
@@ -43,14 +47,14 @@ def input_gradient_kernel(standardize, masked):
         if training is not None:
             means = tf.where_v2(training, means, tf.zeros_like(means))
         with tf.control_dependencies([means]):  # as in `gradient_sums`
-            wide = tf.cast(x, mean.dtype)
-            of_moments = None if means.shape[0] == 3 else means[3:]
-            means = means if of_moments is None else means[:3]
-            offset, slope, _ = tf.unstack((sums * (1 / known_count(x, axis)) - means) * scale)
-            dx = scaled + standardize(wide, mean, variance, slope, offset, axis, epsilon)
+            given = tf.cast(x, mean.dtype) if as_it_takes is None else as_it_takes(x)
+            of_moments = None if means.shape[0] == 2 else means[2:] * (1 / known_count(x, axis))
+            shares = means if of_moments is None else means[:2]
+            offset, slope = tf.unstack((sums - shares) * scale)
+            dx = scaled + standardize(given, mean, variance, slope, offset, axis, epsilon)
             if of_moments is not None:
                 slope = 2 * of_moments[1] * tf.sqrt(variance + epsilon)
-                dx += standardize(wide, mean, variance, slope, of_moments[0], axis, epsilon)
+                dx += standardize(given, mean, variance, slope, of_moments[0], axis, epsilon)
             return tf.cast(dx, x.dtype),
 
     return input_gradient
