@@ -74,3 +74,25 @@ def test_assertion_refuses_trainings_that_come_to_infinity_or_nan(function, what
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"2 numbers that sum to the batch of 4, not \[1, 1\]"):
         assert_equals_one_batch(lambda x: x, (np.zeros([4, 1]),), 2, [1, 1])
+
+
+@pytest.mark.skipif(not hasattr(tf.config.experimental, "tensor_float_32_execution_enabled"), reason="this TensorFlow has no TF32")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_float32_is_no_tensor_float_32_meanwhile_and_what_it_was_afterwards(enabled):
+    config, seen = tf.config.experimental, []
+    before = config.tensor_float_32_execution_enabled()
+
+    def note():
+        seen.append(config.tensor_float_32_execution_enabled())
+        return np.float32(1)
+
+    def model(x):
+        rounded = tf.py_func(note, [], tf.float32, stateful=True)
+        return tf.reduce_mean(x * tf.get_variable("w", [])) * tf.reshape(rounded, [])
+
+    try:
+        config.enable_tensor_float_32_execution(enabled)
+        assert_equals_one_batch(model, np.ones([4, 2], np.float32))
+        assert seen and not any(seen) and config.tensor_float_32_execution_enabled() == enabled
+    finally:
+        config.enable_tensor_float_32_execution(before)

@@ -1,4 +1,5 @@
 """The product's promise as a check for anyone's model: N towers train as one tower on the whole batch would."""
+import contextlib
 import itertools
 import re
 from typing import Callable, Dict, NamedTuple, Optional, Sequence
@@ -58,6 +59,8 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
     images may still differ in all of them. Hold it to the promise in float64 where it can be made so, by
     `tf.variable_scope(..., dtype=tf.float64)` for one.
 
+    On a GPU, convolutions and products are computed in float32 meanwhile, not in TensorFloat-32, which has 10 bits.
+
     The promise holds for losses that are means over examples, or over what "weight" counts. Random ops draw anew in each
     tower: set dropout rates to 0, where the loss depends on one it is an error.
 
@@ -115,6 +118,19 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
     return Differences(bound=bound, **{name: difference for name, (difference, _) in found.items()})
 
 
+@contextlib.contextmanager
+def _in_float32():
+    config = tf.config.experimental
+    is_rounded = getattr(config, "tensor_float_32_execution_enabled", bool)()
+    try:
+        if is_rounded:
+            config.enable_tensor_float_32_execution(False)
+        yield
+    finally:
+        if is_rounded:
+            config.enable_tensor_float_32_execution(True)
+
+
 def _check_sizes(sizes, size, num_towers):
     if sizes is None:
         return even_sizes(size, num_towers)
@@ -131,7 +147,7 @@ def _divide(batch, sizes):
 
 def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimizer):
     """Trains on each of several divided batches of the same shapes, from the same variables; returns a list of `_Trained`."""
-    with tf.Graph().as_default():
+    with tf.Graph().as_default(), _in_float32():
         tf.set_random_seed(0)
         given = [tf.nest.map_structure(lambda leaf: tf.placeholder(leaf.dtype, leaf.shape) if leaf.ndim else leaf, part)
                  for part in alternatives[0]]
