@@ -76,7 +76,7 @@ def test_sizes_that_do_not_fit_are_refused():
         assert_equals_one_batch(lambda x: x, (np.zeros([4, 1]),), 2, [1, 1])
 
 
-@pytest.mark.skipif(not hasattr(tf.config.experimental, "tensor_float_32_execution_enabled"), reason="this TensorFlow has no TF32")
+@pytest.mark.skipif(not hasattr(tf.config.experimental, "tensor_float_32_execution_enabled"), reason="there is no TF32")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_float32_is_no_tensor_float_32_meanwhile_and_what_it_was_afterwards(enabled):
     config, seen = tf.config.experimental, []

@@ -78,8 +78,9 @@ def _is_cudnns(layer, machine):
 
 
 def _has_few_channels(layer, machine):
-    large, few = not is_small(layer, products.LEAST_NUMBERS), tf.dimension_value(layer.shape[layer.axis]) <= products.MOST_CHANNELS
-    return _is_cudnns(layer, machine) and layer.dtype == tf.float32 and large and few
+    channels = tf.dimension_value(layer.shape[layer.axis])
+    is_large = channels <= products.MOST_CHANNELS and not is_small(layer, products.LEAST_NUMBERS)
+    return _is_cudnns(layer, machine) and layer.dtype == tf.float32 and is_large
 
 
 def _is_cpus(layer, machine):
