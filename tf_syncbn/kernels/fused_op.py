@@ -8,12 +8,11 @@ __all__ = ["LEAST_EPSILON", "as_it_takes", "data_format", "has_few_images", "kep
            "normalize_images", "normalize_images_alone", "own_gradient_kernel", "standardize", "statistics",
            "sums_kernel"]
 
-LEAST_EPSILON = 1.001e-5 if tf.__version__.startswith("1.") else 0.0  # that cuDNN takes
+LEAST_EPSILON = 1.001e-5 if tf.__version__.startswith("1.") else 0.0  # that this TensorFlow's cuDNN takes
 _ANY_EPSILON = 1e-3  # where nothing depends on it
-# In which layout vectors of channels are normalized: the numbers lie alike in both, but a GPU would transpose the other one.
+# In which layout rows of channels are normalized: the numbers lie alike in both, but a GPU would transpose them in the other.
 # TensorFlow 1 has no fused op for this one on a CPU.
-_VECTORS, _CHANNELS = ("NHWC", lambda channels: [1, 1, channels]) if tf.__version__.startswith("1.") else (
-    "NCHW", lambda channels: [channels, 1, 1])
+_ROWS = "NHWC" if tf.__version__.startswith("1.") else "NCHW"
 _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "cuDNN launch failure"
 
 
@@ -81,12 +80,11 @@ def kept_for_gradient(count, mean, variance, gamma, *, values, epsilon):
     _, mean, variance = parts(count, mean, variance)
     variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(variance.shape[0])
     gamma, zeros = tf.ones_like(variance) if gamma is None else gamma, tf.zeros_like(mean)
-    shares = tf.constant(1 / values, variance.dtype, [1, *_CHANNELS(channels)])
-    scale = _fused_batch_norm(shares, gamma, zeros, epsilon, _VECTORS, zeros, variance)[0]
-    two = tf.reshape(tf.sqrt(variance) * tf.constant([[1], [-1]], variance.dtype), [2, *_CHANNELS(channels)])
-    *_, saved = tf.raw_ops.FusedBatchNormV2(
-        x=two, scale=gamma, offset=zeros, mean=tf.constant([], variance.dtype), variance=tf.constant([], variance.dtype),
-        epsilon=epsilon, data_format=_VECTORS, is_training=True)
+    shares, nothing = tf.constant(1 / values, variance.dtype, _shape_of_rows(1, channels)), tf.constant([], variance.dtype)
+    scale = _fused_batch_norm(shares, gamma, zeros, epsilon, _ROWS, zeros, variance)[0]
+    two = tf.reshape(tf.sqrt(variance) * tf.constant([[1], [-1]], variance.dtype), _shape_of_rows(2, channels))
+    *_, saved = tf.raw_ops.FusedBatchNormV2(x=two, scale=gamma, offset=zeros, mean=nothing, variance=nothing, epsilon=epsilon,
+                                            data_format=_ROWS, is_training=True)
     return tf.reshape(scale, [channels]), saved
 
 
@@ -103,7 +101,11 @@ def local_moments(x, axis):
 
 def moments_of_rows(rows):
     """Returns the means and unbiased variances of the columns of a float32 tensor [N, C], N of 2 or more; two tensors [C]."""
-    return _own_moments(tf.reshape(rows, [rows.shape[0], *_CHANNELS(rows.shape[1])]), _VECTORS)
+    return _own_moments(tf.reshape(rows, _shape_of_rows(*rows.shape.as_list())), _ROWS)
+
+
+def _shape_of_rows(number, channels):
+    return [number, 1, 1, channels] if _ROWS == "NHWC" else [number, channels, 1, 1]
 
 
 def _own_moments(images, layout):
