@@ -180,6 +180,17 @@ def test_one_tower_on_a_gpu_is_a_plain_batch_norm(in_a_tower, scale, center):
         assert largest(value - right) <= 3e-5 * largest(right)
 
 
+@pytest.mark.parametrize("num_towers", [1, 2])
+def test_a_small_epsilon_is_what_a_gpus_layer_adds(num_towers):
+    x = np.random.RandomState(0).randn(8, 5, 7, 6).astype(np.float32) * 1e-3
+    with running_on("gpu", True):
+        replicas = build(lambda x: tf_syncbn.sync_batch_norm(x, epsilon=1e-6, name="bn"), tf.constant(x), num_towers)
+    y = np.concatenate(run([tower.outputs for tower in replicas]))
+    wide = x.astype(np.float64)
+    right = (wide - wide.mean((0, 1, 2))) / np.sqrt(wide.var((0, 1, 2)) + 1e-6)
+    assert largest(y - right) <= 1e-5 * largest(right)
+
+
 @each_strategy
 @pytest.mark.parametrize("dtype,unit", [(tf.float16, 2.0 ** -11), (tf.bfloat16, 2.0 ** -8)])
 def test_half_precision_is_computed_in_float32_and_rounded_once(strategy, dtype, unit):
