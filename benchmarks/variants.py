@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 import towers
 from benchmarks import lists, mirrored
 from benchmarks.networks import IMAGE_SHAPE, NUM_CLASSES, fused_layers, model_fn, synced_layers
+from towers.assignment import assign
 
 __all__ = ["GraphVariant", "LISTS_ONE_CALL", "LISTS_PER_TOWER", "MIRRORED", "ONE_TOWER", "SYNCED", "UNSYNCED", "make_batch",
            "make_variant", "names", "towers_step"]
@@ -94,8 +95,7 @@ class GraphVariant:
         values = [(variables[name], value) for name, value in weights.items()]
         values += list(zip(self._images, np.split(images, len(self._images))))
         values += list(zip(self._labels, np.split(labels, len(self._labels))))
-        for variable, value in values:
-            self._session.run(variable.initializer, {variable.initializer.inputs[1]: value})
+        assign(self._session, values)
 
     def weights(self):
         """Returns the trainable variables, a dict from names to arrays."""
