@@ -9,7 +9,6 @@ import tensorflow.compat.v1 as tf
 import towers
 from benchmarks import lists, mirrored
 from benchmarks.networks import IMAGE_SHAPE, NUM_CLASSES, fused_layers, model_fn, synced_layers
-from towers.assignment import assign
 
 __all__ = ["GraphVariant", "LISTS_ONE_CALL", "LISTS_PER_TOWER", "MIRRORED", "ONE_TOWER", "SYNCED", "UNSYNCED", "make_batch",
            "make_variant", "names", "towers_step"]
@@ -95,7 +94,9 @@ class GraphVariant:
         values = [(variables[name], value) for name, value in weights.items()]
         values += list(zip(self._images, np.split(images, len(self._images))))
         values += list(zip(self._labels, np.split(labels, len(self._labels))))
-        assign(self._session, values)
+        # All in one run: a large graph takes long to prepare for each.
+        self._session.run([variable.initializer for variable, _ in values],
+                          {variable.initializer.inputs[1]: value for variable, value in values})
 
     def weights(self):
         """Returns the trainable variables, a dict from names to arrays."""
