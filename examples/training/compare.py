@@ -128,9 +128,9 @@ class Trainings:
         with tf.Graph().as_default():
             training = Training(settings, self._task_of(settings, dtype), alone(tower_devices(settings.num_towers)))
             with training.workers.session() as session:
-                session.run(tf.global_variables_initializer())
-                for variable in tf.global_variables() if start else ():
-                    variable.load(start[variable.op.name], session)
+                # All in one run: a large graph takes long to prepare for each.
+                values = {v.initializer.inputs[1]: start[v.op.name] for v in tf.global_variables()} if start else None
+                session.run(tf.global_variables_initializer(), values)
                 yield training, session
 
     def train_one(self, kind, seed, start):
