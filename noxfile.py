@@ -15,14 +15,16 @@ LANES = {
 # Towers and layers under resource variables, and TensorFlow 2's control flow where there is that; examples depend on neither.
 LIBRARY_TESTS = ["tests", "--ignore=tests/examples"]
 # The lane between the oldest TensorFlow and the newest leaves to them what it shares with both: examples, benchmarks, processes
-# and warnings, and under resource variables all but the laws and what only TensorFlow 2.15 has.
+# and warnings. Under resource variables it and TensorFlow 1 run the laws and what follows variables and control flow; the rest
+# knows neither, and is run in the newest.
 BETWEEN = "tf2-keras2"
 V1_OF_BETWEEN = LIBRARY_TESTS + ["--ignore=tests/test_%s.py" % name for name in (
     "benchmarks", "cluster", "errors_page", "inner_gradients", "launch", "mixed_losses", "one_client", "plain_scripts",
     "positions", "regrouping", "site", "summed_losses", "whole_checkpoints", "worker_failures")]
-OF_BETWEEN = ["tests/test_%s.py" % name for name in (
-    "batch_norm_law", "bits", "conversion", "estimator", "estimator_transforms", "gradients", "graph_function", "kernels", "law",
-    "loop", "loop_in_turn", "recurrent", "sessions", "state", "workers")]
+OF_RESOURCES = ["tests/test_%s.py" % name for name in (
+    "accumulation", "batch_norm_law", "bits", "builder", "checkpoints", "conversion", "estimator", "estimator_transforms", "gradients",
+    "graph_function", "kernels", "law", "loop", "loop_in_turn", "masking", "recurrent", "renormalization", "sessions", "state",
+    "update_ops", "variable_placement", "whole_models", "workers")]
 
 
 def first_installed(versions):
@@ -42,6 +44,6 @@ def test_lane(session, requirements, tests, graph_tests):
 
 
 for name, (versions, requirements) in LANES.items():
-    def lane(session, requirements=requirements, between=name == BETWEEN):
-        test_lane(session, requirements, V1_OF_BETWEEN if between else (), OF_BETWEEN if between else LIBRARY_TESTS)
+    def lane(session, requirements=requirements, between=name == BETWEEN, of_resources=name != "tf2"):
+        test_lane(session, requirements, V1_OF_BETWEEN if between else (), OF_RESOURCES if of_resources else LIBRARY_TESTS)
     nox.session(lane, python=first_installed(versions), name=name)
