@@ -22,9 +22,9 @@ V1_OF_BETWEEN = LIBRARY_TESTS + ["--ignore=tests/test_%s.py" % name for name in 
     "benchmarks", "cluster", "errors_page", "inner_gradients", "launch", "mixed_losses", "one_client", "plain_scripts",
     "positions", "regrouping", "site", "summed_losses", "whole_checkpoints", "worker_failures")]
 OF_RESOURCES = ["tests/test_%s.py" % name for name in (
-    "accumulation", "batch_norm_law", "bits", "builder", "checkpoints", "conversion", "estimator", "estimator_transforms", "gradients",
-    "graph_function", "kernels", "law", "loop", "loop_in_turn", "masking", "recurrent", "renormalization", "sessions", "state",
-    "update_ops", "variable_placement", "whole_models", "workers")]
+    "accumulation", "batch_norm_law", "bits", "builder", "checkpoints", "conversion", "estimator", "estimator_transforms",
+    "gradients", "graph_function", "kernels", "law", "loop", "loop_in_turn", "masking", "recurrent", "renormalization",
+    "sessions", "state", "update_ops", "variable_placement", "whole_models", "workers")]
 
 
 def first_installed(versions):
