@@ -76,10 +76,10 @@ def test_a_layer_starts_no_more_ops_than_promised(name, num_towers):
 
 
 @pytest.mark.parametrize("num_towers", [2, 3, 4, 8])
-def test_a_gpu_launches_for_a_layer_at_most_14_kernels_a_tower_and_7_once(num_towers):
+def test_a_gpu_launches_for_a_layer_at_most_15_kernels_a_tower_and_7_once(num_towers):
     with running_on("gpu", True):
         ops = ops_of_a_layer(num_towers, tf_syncbn.sync_batch_norm, with_averages=False)
-    assert sum(count for op, count in ops.items() if op not in NO_KERNELS) <= 14 * num_towers + 7
+    assert sum(count for op, count in ops.items() if op not in NO_KERNELS) <= 15 * num_towers + 7
     assert not ops["ConcatV2"] and ops["Pack"] <= (num_towers > 2)  # one copy for each tensor that they join
 
 

@@ -1,4 +1,5 @@
 """The strategies of kernels: which is chosen for which layer and machine, and each against NumPy in float64."""
+import itertools
 import warnings
 from unittest import mock
 
@@ -11,6 +12,8 @@ import towers
 from tests.batch_norm_oracle import gradients, largest, normalized
 from tests.kernel_machines import MACHINES, running_on
 from tests.support import build, run, session
+from tf_syncbn import whole_batch
+from tf_syncbn.kernels import choose as choice
 from tf_syncbn.kernels import eigen, eigen_tf1, onednn, reference
 from tf_syncbn.kernels.choose import STRATEGIES, Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call
@@ -93,13 +96,11 @@ def test_a_layer_outside_of_towers_takes_a_gpus_kernels_unless_it_stands_on_a_cp
 def gradient_by(kernels, dy, x, given, means, mask, values, **how):
     """Returns the sums S, T and the scale, [3, C], and the gradient, given the sums over towers [5, C] over their count."""
     sums, *scaled = kernels.gradient_sums(dy, x, *given, masked=mask is not None, **how)
-    if len(scaled) == 2:  # what takes shares of the sums: of one tower's values, times their number
-        scale, means = scaled.pop(), tf.concat([means[:2], means[3:]], 0) * float(values)
-        of_all = tf.concat([sums, [scale * float(values)]], 0)
-    else:
-        of_all, scale = sums, sums[2]
-    dx, = kernels.input_gradient(dy, x, *given[:3], scale, sums, means, scaled[0] if scaled else None, None, mask, **how)
-    return of_all, dx
+    takes_shares = mask is None and any(s.kernels is kernels and s.takes_shares for s in STRATEGIES)
+    times = float(values) if takes_shares else 1.0
+    scaled = scaled[0] if scaled else None
+    dx, = kernels.input_gradient(dy, x, *given[:3], sums[2], sums, means * times, scaled, None, mask, **how)
+    return sums * [[1.0], [1.0], [times]], dx
 
 
 @each_strategy
@@ -178,6 +179,30 @@ def test_one_tower_on_a_gpu_is_a_plain_batch_norm(in_a_tower, scale, center):
     expected = [y, dx] + ([d_gamma] if scale else []) + ([d_beta] if center else [])
     for value, right in zip(results + moved, expected + [0.25 * x.mean((0, 1, 2)), 0.75 + 0.25 * x.var((0, 1, 2), ddof=1)]):
         assert largest(value - right) <= 3e-5 * largest(right)
+
+
+@pytest.mark.parametrize("machines", itertools.permutations(["gpu", "unknown", "onednn", "eigen"], 2), ids="-".join)
+@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (6, 6)])
+def test_towers_of_a_layer_may_run_other_kernels_each(machines, sizes):
+    if len(set(sizes)) == 1:
+        machines = machines[:1] * 2 if machines[0] == "gpu" else machines
+    rng = np.random.RandomState(0)
+    x, dy = ((rng.randn(12, 5, 7, 6) + offset).astype(np.float32) for offset in (1, 0.5))
+    gamma, beta = rng.rand(6) + 0.5, rng.randn(6)
+    parts = [(tf.constant(x[rows]), tf.constant(dy[rows])) for rows in (slice(sizes[0]), slice(sizes[0], 12))]
+
+    def model(x, dy):
+        y = tf_syncbn.sync_batch_norm(x, epsilon=EPSILON, name="bn", gamma_initializer=tf.constant_initializer(gamma),
+                                      beta_initializer=tf.constant_initializer(beta))
+        return y, tf.gradients(y, [x] + tf.trainable_variables(), dy)
+
+    with mock.patch.object(whole_batch, "machine_of", lambda x, tower: MACHINES[machines[tower.index]]), \
+            mock.patch.object(choice, "is_small", lambda layer, *_: layer.shape[0] < 8):  # on a GPU cudnn, else products
+        outputs = run([tower.outputs for tower in build(model, towers.PerTower(parts), 2)])
+    y, dx = (np.concatenate(parts) for parts in ([y for y, _ in outputs], [d[0] for _, d in outputs]))
+    d_gamma, d_beta = (sum(np.float64(d[i]) for _, d in outputs) for i in (1, 2))
+    for value, right in zip((y, dx, d_gamma, d_beta), (normalized(x, 3, gamma, beta)[0], *gradients(x, dy, 3, gamma))):
+        assert largest(value - right) <= 1e-5 * largest(right)
 
 
 @pytest.mark.parametrize("num_towers", [1, 2])

@@ -237,18 +237,18 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
     with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
         x, given = op.inputs[1], iter(list(op.outputs[2:2 + num_moments]) + list(op.inputs[2 + num_moments:]))
         *moments, gamma, beta, mask, training, scale, saved = [next(given) if there else None for there in optional]
-        count, moments = moments[0][:1] if moments[1] is None else moments[0], of_pair(*moments)
+        (count, pair), moments = moments, of_pair(*moments)
         options = {"axis": how.axis, "epsilon": how.epsilon}
         with tf.name_scope("exchange"):
             kept = () if scale is None else (scale, saved)
             sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, *kept, masked=mask is not None,
                                                plain=how.plain.gradient_sums, **options)
-            d_beta, d_gamma, scale = tf.unstack(sums) if len(scaled) < 2 else (*tf.unstack(sums), scaled.pop())
+            d_beta, d_gamma, scale = tf.unstack(sums)
             means = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
+            count = tf.identity(count[:1] if pair is None else count)  # an op of the span, in whatever form the tower has moments
             if place is not None:
                 divisor = Divisor(count, known_count(x, how.axis, mask), how.takes_shares)
-                # Where there is a row 2, it is the scale, alike in all towers.
-                means = cross_tower_sum_at(place, means, how.group_size, None if kept else 2, divisor)
+                means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, of no use in a sum
             elif not how.takes_shares:
                 means = tf.div_no_nan(means, count)
         dy, scaled = (None, scaled[0]) if scaled else (dy, None)

@@ -53,14 +53,13 @@ def own_gradient_kernel(plain):
         _, mean, variance = parts(count, mean, variance)
         if scale is None:
             scale, saved = kept_for_gradient(count, mean, variance, gamma, values=known_count(x, axis), epsilon=epsilon)
-        # Not before `gamma` has been read for the scale too: whoever has its gradient may write it.
-        with tf.control_dependencies([dy, scale]):
+        with tf.control_dependencies([dy]):  # as in `tf_syncbn.kernels.reference`
             dy, x = as_it_takes(dy), as_it_takes(x)
             dx, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
                 y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
                 reserve_space_1=mean, reserve_space_2=saved, epsilon=max(epsilon, LEAST_EPSILON),
                 data_format=data_format(x, axis), is_training=True)
-            return stacked(d_offset, d_scale), _shaped_as(dx, x), tf.identity(scale)
+            return stacked(d_offset, d_scale, scale), _shaped_as(dx, x)
     return gradient_sums
 
 

@@ -19,7 +19,7 @@ __all__ = ["gradient_sums", "input_gradient", "input_gradient_kernel"]
 
 
 def gradient_sums(dy, x, count, mean, variance, gamma, scale=None, saved=None, *, masked, axis, epsilon):
-    """See `tf_syncbn.kernels.reference.sums_kernel`; without a mask it returns S and T [2, C], `dx_i`, and the scale [C]."""
+    """See `tf_syncbn.kernels.reference.sums_kernel`; returns `dx_i` behind the sums."""
     how = {"axis": axis, "epsilon": epsilon}
     sums, scaled = reference.gradient_sums(dy, x, count, mean, variance, gamma, masked=masked, **how)
     if masked:
@@ -28,7 +28,7 @@ def gradient_sums(dy, x, count, mean, variance, gamma, scale=None, saved=None, *
     scale = sums[2] / known_count(x, axis)
     own = sums * scale
     dx = scaled - reference.standardize(tf.cast(x, mean.dtype), mean, variance, own[1], own[0], **how)
-    return sums[:2], dx, scale
+    return tf.concat([sums[:2], [scale]], 0), dx
 
 
 def input_gradient_kernel(standardize, masked, as_it_takes=None):
@@ -48,9 +48,9 @@ def input_gradient_kernel(standardize, masked, as_it_takes=None):
             means = tf.where_v2(training, means, tf.zeros_like(means))
         with tf.control_dependencies([means]):  # as in `gradient_sums`
             given = tf.cast(x, mean.dtype) if as_it_takes is None else as_it_takes(x)
-            of_moments = None if means.shape[0] == 2 else means[2:] * (1 / known_count(x, axis))
-            shares = means if of_moments is None else means[:2]
-            offset, slope = tf.unstack((sums - shares) * scale)
+            of_moments = None if means.shape[0] == 3 else means[3:] * (1 / known_count(x, axis))
+            shares = means if of_moments is None else means[:3]
+            offset, slope, _ = tf.unstack((sums - shares) * scale)
             dx = scaled + standardize(given, mean, variance, slope, offset, axis, epsilon)
             if of_moments is not None:
                 slope = 2 * of_moments[1] * tf.sqrt(variance + epsilon)
