@@ -28,7 +28,7 @@ class AveragedLayer(NamedTuple):
       unbiased: whether what averages the variance takes `variance n / max(n - 1, 1)`.
       epsilon: float.
       moments: a function without arguments that returns the tensor [2C + 1] of the moments of all towers, see
-        `tf_syncbn.kernels.moments.merge`.
+        `tf_syncbn.kernels.merge.merge`.
     """
     scope: str
     variables: dict

@@ -117,7 +117,7 @@ def _values(layers, batches):
 
 
 def _merge(moments):
-    """Merges counts, means and variances, [K, 2C + 1], over batches; see `tf_syncbn.kernels.moments.merge`."""
+    """Merges counts, means and variances, [K, 2C + 1], over batches; see `tf_syncbn.kernels.merge.merge`."""
     channels = moments.shape[1] // 2
     counts, means, variances = moments[:, :1], moments[:, 1:channels + 1], moments[:, channels + 1:]
     count = counts.sum()

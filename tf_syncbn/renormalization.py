@@ -39,7 +39,7 @@ def corrections(moments, training, mean, stddev, rmin, rmax, dmax, *, epsilon):
     """Computes `r` and `d`.
 
     Args:
-      moments: tensor [2C + 1] of the batch, see `tf_syncbn.kernels.moments.merge`.
+      moments: tensor [2C + 1] of the batch, see `tf_syncbn.kernels.merge.merge`.
       training: scalar bool tensor; `r` is 1 and `d` is 0 where it is False, or nothing was counted. None stands for True.
       mean, stddev: tensors [C], the moving ones.
       rmin, rmax, dmax: scalar tensors, or None where there is no limit.

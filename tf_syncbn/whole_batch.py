@@ -16,7 +16,7 @@ from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
 from tf_syncbn.kernels.merge import merge, merge_apart, merge_groups, merge_merged, with_count
-from tf_syncbn.kernels.moments import apart, of_pair, split
+from tf_syncbn.kernels.moments import apart, of_pair, split, stacked
 from tf_syncbn.kernels.rows import along, known_count
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
@@ -96,11 +96,9 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         if are_apart and moments[1] is None:
             moments = call(apart, moments[0])
         if training is not None:
-            moments = moments[0], tf.where_v2(training, moments[1], tf.stack(frozen))
+            moments = moments[0], tf.where_v2(training, moments[1], stacked(*frozen))
         packed, mean, variance = of_pair(*moments)
-        kept = (None, None) if not how.takes_shares else call(
-            fused_op.kept_for_gradient, packed, mean, variance, gamma, values=known, epsilon=how.epsilon)
-        optional = (gamma, beta, mask, training, *kept)
+        optional = (gamma, beta, mask, training)
         if as_one_op:
             # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op,
             # whose own gradient hands dy on to it.
@@ -133,7 +131,7 @@ def moments_over_towers(x, axis, tower):
       tower: the current `TowerContext`, or None outside of towers.
 
     Returns:
-      Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.kernels.moments.merge`. Gradients pass its means and variances.
+      Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.kernels.merge.merge`. Gradients pass its means and variances.
     """
     with _span(tower, x):
         kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
@@ -236,25 +234,25 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
     d_moments = [] if all(map(_is_zeros, d_given[:num_moments])) else d_given[:num_moments]
     with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
         x, given = op.inputs[1], iter(list(op.outputs[2:2 + num_moments]) + list(op.inputs[2 + num_moments:]))
-        *moments, gamma, beta, mask, training, scale, saved = [next(given) if there else None for there in optional]
+        *moments, gamma, beta, mask, training = [next(given) if there else None for there in optional]
         (count, pair), moments = moments, of_pair(*moments)
         options = {"axis": how.axis, "epsilon": how.epsilon}
         with tf.name_scope("exchange"):
-            kept = () if scale is None else (scale, saved)
-            sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, *kept, masked=mask is not None,
+            sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, masked=mask is not None,
                                                plain=how.plain.gradient_sums, **options)
             d_beta, d_gamma, scale = tf.unstack(sums)
             means = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
-            count = tf.identity(count[:1] if pair is None else count)  # an op of the span, in whatever form the tower has moments
+            # An op made here: towers of other kernels hold the count in another form, and would be found unlike by it.
+            count = tf.identity(count[:1] if pair is None else count)
             if place is not None:
                 divisor = Divisor(count, known_count(x, how.axis, mask), how.takes_shares)
-                means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, of no use in a sum
+                means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, whose sum nobody takes
             elif not how.takes_shares:
                 means = tf.div_no_nan(means, count)
         dy, scaled = (None, scaled[0]) if scaled else (dy, None)
         dx, = call_with_gradient(how.kernels.input_gradient, dy, x, *moments, scale, sums, means, scaled, training, mask,
                                  plain=how.plain.input_gradient, **options)
-        of_optional = zip((d_gamma, d_beta, None, None, None, None), (gamma, beta, mask, training, *kept))
+        of_optional = zip((d_gamma, d_beta, None, None), (gamma, beta, mask, training))
         return [None, dx] + [None] * num_moments + [d for d, tensor in of_optional if tensor is not None]
 
 

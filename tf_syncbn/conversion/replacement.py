@@ -128,7 +128,7 @@ class Replacement:
         for old, new in zip(op.outputs[1:3], _batch_moments(op, whole)):
             self._replace(old, new)
         self._replace_counts(batch_norm)
-        return joined(*whole)
+        return self._joined(whole)
 
     def _fused_in_cond(self, batch_norm):
         op, frozen = batch_norm.op, batch_norm.frozen
@@ -141,7 +141,10 @@ class Replacement:
         for tensor, new in zip(op.outputs[:3], [y] + moments):
             for merge in tensor.consumers():
                 self._replace(merge.outputs[0], new)
-        return joined(*whole)
+        return self._joined(whole)
+
+    def _joined(self, whole):
+        return joined(*whole) if self._tower.is_first else None
 
     def _normalize(self, batch_norm, x, gamma, beta, training=None, frozen=None):
         x = _with_channels(x, batch_norm)

@@ -57,7 +57,8 @@ class Strategy(NamedTuple):
       as_one_op: a function of a `Layer` and a `Machine`: whether the output is to be the fused op's own in the caller's graph,
         where Grappler makes one op of it and of a ReLU that reads it.
       plain: a module with the last two of these functions, of plain ops: what the gradient of `kernels`' ones is taken of.
-      takes_shares: whether `input_gradient`, where no mask is, takes `n_i / n` of the sums over towers in place of `1 / n`.
+      takes_shares: whether, where no mask is, `input_gradient` takes `n_i / n` of the sums over towers in place of `1 / n`, and
+        the scale over `n_i`.
     """
     name: str
     fits: Any
@@ -79,7 +80,7 @@ def _is_cudnns(layer, machine):
 
 def _has_few_channels(layer, machine):
     channels = tf.dimension_value(layer.shape[layer.axis])
-    is_large = channels <= products.MOST_CHANNELS and not is_small(layer, products.LEAST_NUMBERS)
+    is_large = channels <= products.MOST_CHANNELS and not is_small(layer, products.LEAST_NUMBERS - 1)
     return _is_cudnns(layer, machine) and layer.dtype == tf.float32 and is_large
 
 

@@ -15,5 +15,5 @@ input_gradient = input_gradient_kernel(fused_op.standardize, cudnn_unsized.input
 
 
 def local_moments(x, mask, *, axis):
-    """See `tf_syncbn.kernels.local_moments`."""
+    """See `tf_syncbn.kernels.fused_op.local_moments`; with a mask, `tf_syncbn.kernels.local_moments`."""
     return reference.local_moments(x, mask, axis=axis) if mask is not None else fused_op.local_moments(x, axis)

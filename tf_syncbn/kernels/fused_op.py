@@ -4,9 +4,8 @@ import tensorflow.compat.v1 as tf
 from tf_syncbn.kernels.moments import parts, split, stacked
 from tf_syncbn.kernels.rows import join_rows, known_count, shape_of
 
-__all__ = ["LEAST_EPSILON", "as_it_takes", "data_format", "has_few_images", "kept_for_gradient", "local_moments",
-           "normalize_images", "normalize_images_alone", "own_gradient_kernel", "standardize", "statistics",
-           "sums_kernel"]
+__all__ = ["LEAST_EPSILON", "as_it_takes", "data_format", "has_few_images", "local_moments", "moments_of_rows",
+           "normalize_images", "normalize_images_alone", "own_gradient_kernel", "standardize", "statistics", "sums_kernel"]
 
 LEAST_EPSILON = 1.001e-5 if tf.__version__.startswith("1.") else 0.0  # that this TensorFlow's cuDNN takes
 _ANY_EPSILON = 1e-3  # where nothing depends on it
@@ -47,44 +46,35 @@ def own_gradient_kernel(plain):
 
     With a mask it is `plain`. See `tf_syncbn.kernels.own_gradient`.
     """
-    def gradient_sums(dy, x, count, mean, variance, gamma, scale=None, saved=None, *, masked, axis, epsilon):
+    def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
         if masked:
             return plain(dy, x, count, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
         _, mean, variance = parts(count, mean, variance)
-        if scale is None:
-            scale, saved = kept_for_gradient(count, mean, variance, gamma, values=known_count(x, axis), epsilon=epsilon)
+        variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(mean.shape[0])
+        gamma, zeros = tf.ones_like(mean) if gamma is None else gamma, tf.zeros_like(mean)
+        shares = tf.constant(1 / known_count(x, axis), mean.dtype, _shape_of_rows(1, channels))
+        scale = _fused_batch_norm(shares, gamma, zeros, epsilon, _ROWS, zeros, variance)[0]
+        saved = _saved_of(variance, epsilon)
         with tf.control_dependencies([dy]):  # as in `tf_syncbn.kernels.reference`
             dy, x = as_it_takes(dy), as_it_takes(x)
             dx, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
-                y_backprop=_as_images(dy), x=_as_images(x), scale=tf.ones_like(mean) if gamma is None else gamma,
-                reserve_space_1=mean, reserve_space_2=saved, epsilon=max(epsilon, LEAST_EPSILON),
-                data_format=data_format(x, axis), is_training=True)
-            return stacked(d_offset, d_scale, scale), _shaped_as(dx, x)
+                y_backprop=_as_images(dy), x=_as_images(x), scale=gamma, reserve_space_1=mean, reserve_space_2=saved,
+                epsilon=epsilon, data_format=data_format(x, axis), is_training=True)
+            return stacked(d_offset, d_scale, tf.reshape(scale, [channels])), _shaped_as(dx, x)
     return gradient_sums
 
 
-def kept_for_gradient(count, mean, variance, gamma, *, values, epsilon):
-    """Returns what the fused gradient in training mode needs of the moments, and a tower may compute when it has these.
+def _saved_of(variance, epsilon):
+    """Returns what the fused op in training mode saves for its gradient: on a CPU the variance, on a GPU `1 / sqrt(v + epsilon)`.
 
-    Args:
-      count, mean, variance, gamma: see `tf_syncbn.kernels.reference`.
-      values: int, how many the tower has a channel.
-      epsilon: float.
-
-    Returns:
-      Two tensors [C]: `gamma / sqrt(variance + epsilon) / values`; and what the fused op in training mode saves for its
-      gradient, on a CPU the variance, on a GPU `1 / sqrt(variance + epsilon)`. Where it is going to run is not known for certain
-      before it does, so it is asked: for two values of that variance.
+    Where it is going to run is not known for certain before it does, so it is asked, beside the gradient: for two values of that
+    variance.
     """
-    _, mean, variance = parts(count, mean, variance)
-    variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(variance.shape[0])
-    gamma, zeros = tf.ones_like(variance) if gamma is None else gamma, tf.zeros_like(mean)
-    shares, nothing = tf.constant(1 / values, variance.dtype, _shape_of_rows(1, channels)), tf.constant([], variance.dtype)
-    scale = _fused_batch_norm(shares, gamma, zeros, epsilon, _ROWS, zeros, variance)[0]
+    channels, zeros, nothing = tf.dimension_value(variance.shape[0]), tf.zeros_like(variance), tf.constant([], variance.dtype)
     two = tf.reshape(tf.sqrt(variance) * tf.constant([[1], [-1]], variance.dtype), _shape_of_rows(2, channels))
-    *_, saved = tf.raw_ops.FusedBatchNormV2(x=two, scale=gamma, offset=zeros, mean=nothing, variance=nothing, epsilon=epsilon,
+    *_, saved = tf.raw_ops.FusedBatchNormV2(x=two, scale=zeros, offset=zeros, mean=nothing, variance=nothing, epsilon=epsilon,
                                             data_format=_ROWS, is_training=True)
-    return tf.reshape(scale, [channels]), saved
+    return saved
 
 
 def statistics(moments, *, epsilon):
@@ -113,9 +103,9 @@ def _own_moments(images, layout):
     return _fused_batch_norm(images, ones, zeros, _ANY_EPSILON, layout)[1:]
 
 
-def as_it_takes(x):
-    """Returns `x` in a dtype that the fused op takes on a GPU: float16 as it is, all else in float32."""
-    return x if x.dtype == tf.float16 else tf.cast(x, tf.float32)
+def as_it_takes(x, dtype=tf.float32):
+    """Returns `x` in a dtype that the fused op takes on a GPU: float16 as it is, all else in `dtype`."""
+    return x if x.dtype == tf.float16 else tf.cast(x, dtype)
 
 
 def data_format(x, axis):
@@ -175,7 +165,7 @@ def normalize_images(images, mean, variance, scale, offset, epsilon, layout):
 def normalize_images_alone(images, scale, offset, epsilon, layout):
     """Normalizes tensors of rank 4 by their own moments, as a plain batch norm does; see `normalize_images`.
 
-    Returns the output, and the moments as `tf_syncbn.kernels.moments.merge` does, which no gradient passes.
+    Returns the output, and the moments as `tf_syncbn.kernels.merge.merge` does, which no gradient passes.
     """
     axis = 3 if layout == "NHWC" else 1
     count = known_count(images, axis)

@@ -1,6 +1,6 @@
 """The exact merge of moments over towers.
 
-Tower i holds `n_i` values a channel with mean `m_i` and variance `v_i`. What crosses towers is one vector, the ingredients of
+Tower i holds `n_i` values a channel with mean `m_i` and variance `v_i`. What crosses towers is one tensor, the ingredients of
 these, so that the arithmetic is done once where towers meet. The merge is that of Chan, Golub and LeVeque ("Updating formulae and
 a pairwise algorithm for computing sample variances", 1979).
 """

@@ -1,4 +1,7 @@
-"""What crosses towers forward, in one vector: vector arithmetic costs by the op, not by the number."""
+"""Moments as they cross towers: in one tensor, as vector arithmetic costs by the op, not by the number.
+
+Of all towers they are packed, a vector [2C + 1], or apart, a count [1] and a pair [2, C]; a pair of None says packed.
+"""
 import numpy as np
 import tensorflow.compat.v1 as tf
 

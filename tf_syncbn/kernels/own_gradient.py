@@ -18,7 +18,7 @@ from tf_syncbn.kernels.rows import known_count
 __all__ = ["gradient_sums", "input_gradient", "input_gradient_kernel"]
 
 
-def gradient_sums(dy, x, count, mean, variance, gamma, scale=None, saved=None, *, masked, axis, epsilon):
+def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
     """See `tf_syncbn.kernels.reference.sums_kernel`; returns `dx_i` behind the sums."""
     how = {"axis": axis, "epsilon": epsilon}
     sums, scaled = reference.gradient_sums(dy, x, count, mean, variance, gamma, masked=masked, **how)
@@ -31,13 +31,13 @@ def gradient_sums(dy, x, count, mean, variance, gamma, scale=None, saved=None, *
     return tf.concat([sums[:2], [scale]], 0), dx
 
 
-def input_gradient_kernel(standardize, masked, as_it_takes=None):
+def input_gradient_kernel(standardize, masked, cast=tf.cast):
     """Makes the kernel `input_gradient`.
 
     Args:
       standardize: see `tf_syncbn.kernels.reference.product_kernels`.
       masked: the kernel that takes the place of this one where there is a mask.
-      as_it_takes: a function that casts `x` to what `standardize` takes; without, that is the dtype of the moments.
+      cast: a function that casts `x`, given the dtype of the moments, to one that `standardize` takes.
     """
     def input_gradient(dy, x, count, mean, variance, scale, sums, means, scaled, training, mask, *, axis, epsilon):
         """See `tf_syncbn.kernels.reference.product_kernels`; `scaled` is `dx_i`."""
@@ -47,7 +47,7 @@ def input_gradient_kernel(standardize, masked, as_it_takes=None):
         if training is not None:
             means = tf.where_v2(training, means, tf.zeros_like(means))
         with tf.control_dependencies([means]):  # as in `gradient_sums`
-            given = tf.cast(x, mean.dtype) if as_it_takes is None else as_it_takes(x)
+            given = cast(x, mean.dtype)
             of_moments = None if means.shape[0] == 3 else means[3:] * (1 / known_count(x, axis))
             shares = means if of_moments is None else means[:3]
             offset, slope, _ = tf.unstack((sums - shares) * scale)
