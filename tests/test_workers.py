@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests import worker_programs
+from tests.batch_norm_oracle import gradients, largest, normalized
 from tests.conftest import BEHAVIOUR
 from tests.processes import cluster, run_workers, started
 from tests.support import cpus, session, train_by, train_plainly
@@ -78,6 +79,16 @@ def test_workers_train_as_one_tower_on_the_whole_batch(trained, count, name):
     losses, _, after = train_plainly(outputs["loss"], tf.train.MomentumOptimizer(0.01, 0.9), 5)
     assert set(after) | {"losses", "weight", "index"} == set(ends[0][0])
     assert_equal(ends[0][0], dict(after, losses=losses), 1e-9)
+
+
+def test_a_layer_by_a_gpus_kernels_is_that_of_all_workers_towers(tmp_path):
+    succeed(run_workers(2, "gpu_layer", tmp_path))
+    x, dy = worker_programs.images_and_slopes()
+    parts = [saved(tmp_path / ("gpu_%d.npz" % rank)) for rank in range(2)]
+    found = [np.concatenate([part[name] for part in parts]) for name in ("y", "dx")]
+    found += [sum(part[name] for part in parts) for name in ("d_gamma", "d_beta")]
+    for value, right in zip(found, (normalized(x, 3, 1.0, 0.0)[0], *gradients(x, dy, 3, np.ones(6)))):
+        assert largest(value - right) <= 1e-5 * largest(right)
 
 
 @pytest.mark.parametrize("update_ops", ["first", "last"])

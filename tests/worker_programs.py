@@ -13,6 +13,7 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 import tf_syncbn  # noqa: E402
 import towers  # noqa: E402
 from tests.conftest import BEHAVIOUR  # noqa: E402, F401  which chooses TensorFlow's behaviour
+from tests.kernel_machines import running_on  # noqa: E402
 from tests.support import cpus  # noqa: E402
 
 CLASSES = 3
@@ -117,6 +118,35 @@ def _ends(workers, which, sizes, known, update_ops, many):
                 workers.check_variables(session)
                 ends.append(dict(session.run(variables), losses=np.array(losses), weight=last["weight"], index=last["index"]))
     return ends
+
+
+GPU_SIZES = [[3, 2], [4, 3]]
+
+
+def images_and_slopes():
+    """Returns images and slopes by a layer's output, float32 [12, 4, 4, 6]."""
+    rng = np.random.RandomState(0)
+    return [(rng.randn(12, 4, 4, 6) + offset).astype(np.float32) for offset in (1, 0.5)]
+
+
+def gpu_layer(folder):
+    """Saves of this worker's towers a layer's output by a GPU's kernels, and its gradients."""
+    workers = towers.workers.connect(devices=cpus(2), time_limit=60)
+    ends = np.cumsum([sum(map(sum, GPU_SIZES[:workers.rank]))] + GPU_SIZES[workers.rank])
+    x, dy = images_and_slopes()
+    batch = towers.PerTower([(tf.constant(x[a:b]), tf.constant(dy[a:b])) for a, b in zip(ends, ends[1:])])
+
+    def model_fn(x, dy):
+        y = tf_syncbn.sync_batch_norm(x, name="bn")
+        return [y] + tf.gradients(y, [x] + tf.trainable_variables(), dy)
+
+    with running_on("gpu", True):
+        replicas = towers.TowerBuilder(cpus(2), workers=workers).build(model_fn, batch)
+    with workers.session() as session:
+        session.run(tf.global_variables_initializer())
+        y, dx, d_gamma, d_beta = zip(*session.run([tower.outputs for tower in replicas]))
+    np.savez("%s/gpu_%d" % (folder, workers.rank), y=np.concatenate(y), dx=np.concatenate(dx),
+             d_gamma=np.sum(d_gamma, 0, np.float64), d_beta=np.sum(d_beta, 0, np.float64))
 
 
 def plain(folder, averaged):
