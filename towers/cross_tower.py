@@ -121,8 +121,9 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
     Returns:
       A tensor of the shape and dtype of `tensor`.
     """
-    peers = place.meetings.peers
-    factor = divisor.own if divisor is not None and divisor.gives_share else 1
+    gives_share = divisor is not None and divisor.gives_share
+    if gives_share and place.meetings.peers is not None:  # what is known does not cross workers: towers multiply by it themselves
+        return divisor.own * cross_tower_sum_at(place, tensor, group_size, unused, divisor._replace(gives_share=False))
 
     def totals_of(group):
         total = sum_in_order([part for part, *_ in group])
@@ -131,11 +132,11 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
         own, factors = zip(*[known or (None, 1) for *_, known in group])
         distinct = dict.fromkeys(factors)
         if None not in own and sum(own) > 0:
-            products = {factor: total * tf.constant(factor / sum(own), total.dtype) for factor in distinct}
+            products = {times: total * tf.constant(times / sum(own), total.dtype) for times in distinct}
         else:
             mean = tf.div_no_nan(total, group[0][1])
-            products = {factor: mean if factor == 1 else mean * factor for factor in distinct}
-        return [products[factor] for factor in factors]
+            products = {times: mean if times == 1 else mean * times for times in distinct}
+        return [products[times] for times in factors]
 
     def add(per_tower):
         size = group_size or len(per_tower)
@@ -152,11 +153,9 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
     across = None if group_size else Across(part, whole, of_sum=True)
     left, known = [tensor], []
     if divisor is not None:
-        # Workers do not cross what is known: towers multiply by it themselves there.
-        left, known = [tensor, divisor.of_all], [None if peers else (divisor.own, factor)]
+        known = [None if place.meetings.peers is not None else (divisor.own, divisor.own if gives_share else 1)]
+        left = [tensor, divisor.of_all]
     total, = meet_at(place, left, add, [(tensor.dtype, tensor.shape)], known, across)
-    if peers and factor != 1:
-        total *= factor
     return pass_with_gradient("TowersSum", [total, tensor], place, (group_size, divisor))[0]
 
 
