@@ -9,7 +9,7 @@ from towers.exchanges import tower_here
 from tf_syncbn.arguments import check_axis, check_mask, check_numbers, check_training
 from tf_syncbn.kernels.rows import accumulator, known_count
 from tf_syncbn.kernels.inference import normalize_by_averages
-from tf_syncbn.kernels.moments import joined
+from tf_syncbn.kernels.moments import packed
 from tf_syncbn.moving_averages import AveragedLayer, collect_updates, moving_average_steps, remember_layer, update_ops
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 from tf_syncbn.whole_batch import Normalization, normalize_over_towers
@@ -154,11 +154,10 @@ def sync_batch_norm(
         y, whole = normalize_over_towers(inputs, gamma, beta, how, tower, mask, when, (mean, variance), correct, arguments)
         if updates_collections != () and (tower is None or tower.is_first):
             unbiased = fused is not False and _stores_unbiased(inputs, axis) if unbiased is None else bool(unbiased)
-            alone = tower is None or tower.num_towers == 1
             updates = _updates(moving, whole, momentum, renorm_momentum, when, epsilon, unbiased, updates_collections, tower,
-                               known_count(inputs, axis, mask) if alone else None)
+                               known_count(inputs, axis, mask))
             averages = dict(zip([v.op.name for v in moving], _AVERAGED))
-            of_all = joined(*whole)  # now: the graph may be finalized when it is asked for
+            of_all = packed(*whole)  # now: the graph may be finalized when it is asked for
             remember_layer(AveragedLayer(scope.name, averages, unbiased and not renorm, epsilon, lambda: of_all), tower)
             if updates_collections is None:
                 with tf.control_dependencies(updates):
@@ -169,12 +168,13 @@ def sync_batch_norm(
 
 
 def _updates(moving, moments, momentum, renorm_momentum, training, epsilon, unbiased, collections, tower, known):
-    """Returns the ops that move the layer's moving averages to the moments of all towers, whose count may be known."""
+    """Returns the ops that move the layer's moving averages to the moments of all towers; the tower's own count may be known."""
     (rate, keep), (renorm_rate, renorm_keep) = (
         (m, None) if tf.is_tensor(m) else (None, float(m)) for m in (momentum, renorm_momentum))
     if len(moving) == 2:
         return update_ops(moving, moving_average_steps, [*moments, rate, training], collections, tower, keep=keep,
-                          unbiased=unbiased, known=known)
+                          unbiased=unbiased, counted=bool(known),
+                          known=known if tower is None or tower.num_towers == 1 else None)
     return update_ops(moving, renorm_steps, [*moments, rate, renorm_rate, training], collections, tower, keep=keep,
                       renorm_keep=renorm_keep, epsilon=epsilon)
 

@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 from towers.graph_walk import ancestors, written_variable
 from towers.private import control_flow_now, control_flow_of, run_after
 from tf_syncbn.kernels.graph_function import call
-from tf_syncbn.kernels.moments import bessel, three
+from tf_syncbn.kernels.moments import bessel, parts
 
 __all__ = ["AveragedLayer", "averaged_layers", "collect_updates", "moving_average_steps", "remember_layer", "share_of_new",
            "steps_where_counted", "update_after", "update_ops"]
@@ -59,27 +59,29 @@ def _remembered(attribute, graph, tower):
     return [item for of_build, item in getattr(graph, attribute, []) if of_build is build]
 
 
-def moving_average_steps(count, pair, momentum, training, moving_mean, moving_variance, *, keep, unbiased, known=None):
+def moving_average_steps(
+        count, mean, variance, momentum, training, moving_mean, moving_variance, *, keep, unbiased, counted, known=None):
     """Computes what to subtract from a moving mean and a moving variance: `(moving - new) (1 - momentum)`.
 
     Args:
-      count, pair: moments, see `tf_syncbn.kernels.moments.of_pair`.
+      count, mean, variance: moments, see `tf_syncbn.kernels.moments`.
       momentum: scalar tensor, or None where `keep` is it.
       training: scalar bool tensor; nothing moves where it is False. None stands for True.
       moving_mean, moving_variance: tensors [C], the present values.
       keep: float, the momentum where it is no tensor.
       unbiased: whether the moving variance takes `variance n / max(n - 1, 1)`.
+      counted: whether anything is counted for certain.
       known: int, the moments' count where that is known while the graph is built.
 
     Returns:
       Two tensors [C]; zeros where nothing was counted.
     """
-    count, mean, variance = three(count, pair)
+    count, mean, variance = parts(count, mean, variance)
     if unbiased:
         variance *= known / max(known - 1, 1) if known else bessel(count)
     rate = share_of_new(momentum, keep, mean.dtype)
     if training is None:  # then all moments are zeros where nothing counts
-        rate, count = rate if known else tf.where_v2(count > 0, rate, tf.zeros_like(rate)), None
+        rate, count = rate if counted else tf.where_v2(count > 0, rate, tf.zeros_like(rate)), None
     return steps_where_counted(count, training, [(moving_mean, mean, rate), (moving_variance, variance, rate)])
 
 

@@ -9,7 +9,7 @@ batch of all towers.
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.kernels.graph_function import call
-from tf_syncbn.kernels.moments import split, three
+from tf_syncbn.kernels.moments import parts, split
 from tf_syncbn.moving_averages import share_of_new, steps_where_counted, update_after
 
 __all__ = ["check_clipping", "corrections", "renorm_steps", "square_root_of", "with_corrections"]
@@ -96,14 +96,14 @@ def _in_dtype(limit, dtype):
     return tf.cast(limit, dtype)
 
 
-def renorm_steps(count, pair, momentum, renorm_momentum, training, moving_mean, moving_variance, moving_stddev, renorm_mean,
-                 renorm_stddev, *, keep, renorm_keep, epsilon):
+def renorm_steps(count, mean, variance, momentum, renorm_momentum, training, moving_mean, moving_variance, moving_stddev,
+                 renorm_mean, renorm_stddev, *, keep, renorm_keep, epsilon):
     """Computes what to subtract from the five moving variables of a renormalized layer.
 
     The moving variance is the square of the moving standard deviation, less `epsilon`, which the latter holds.
 
     Args:
-      count, pair, momentum, training, keep: see `tf_syncbn.moving_averages.moving_average_steps`.
+      count, mean, variance, momentum, training, keep: see `tf_syncbn.moving_averages.moving_average_steps`.
       renorm_momentum, renorm_keep: the same for `renorm_mean` and `renorm_stddev`.
       moving_mean, moving_variance, moving_stddev, renorm_mean, renorm_stddev: tensors [C], the present values.
       epsilon: float.
@@ -111,7 +111,7 @@ def renorm_steps(count, pair, momentum, renorm_momentum, training, moving_mean, 
     Returns:
       Five tensors [C]; zeros where nothing was counted.
     """
-    count, mean, variance = three(count, pair)
+    count, mean, variance = parts(count, mean, variance)
     stddev = tf.sqrt(variance + epsilon)
     rate, renorm_rate = (share_of_new(*pair, mean.dtype) for pair in ((momentum, keep), (renorm_momentum, renorm_keep)))
     old = tf.cast(moving_stddev, mean.dtype)

@@ -16,7 +16,7 @@ from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
 from tf_syncbn.kernels.merge import merge, merge_apart, merge_groups, merge_merged, with_count
-from tf_syncbn.kernels.moments import apart, of_pair, split, stacked
+from tf_syncbn.kernels.moments import split
 from tf_syncbn.kernels.rows import along, known_count
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
@@ -59,8 +59,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
 
     Returns:
       y: tensor of the shape and dtype of `x`.
-      whole: the moments of all towers: a tensor [2C + 1], see `tf_syncbn.kernels.merge.merge`, and None; or two tensors, see
-        `merge_apart` there.
+      whole: the moments of all towers, a tuple, see `tf_syncbn.kernels.moments`.
     """
     arguments = dict(arguments, axis=how.axis, epsilon=how.epsilon, group_size=how.group_size, mask=mask is not None,
                      scale=gamma is not None, center=beta is not None, training=True if training is None else training)
@@ -74,30 +73,21 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
             if tower is not None:
                 next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
             y, whole = fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
-            return y, (whole, None)
+            return y, (whole, None, None)
         # Packed, the moments are fewer nodes of the graph; apart, fewer ops to start, which is what counts on a GPU.
         are_apart = as_one_op and machine.kind != "CPU" or training is not None
-        packed = call(how.kernels.local_moments, x, mask, axis=how.axis)
-        channels = tf.dimension_value(x.shape[how.axis])
-        left = _Left(packed, channels, known, are_apart and (tower is None or tower.meetings.peers is None))
-        if correct is None and how.group_size is None:
-            place, *moments = _meet(left, None, (), tower, arguments)
-            whole = moments = moments if left.is_apart else [*moments, None]
-        else:
-            merged, results = _merged(channels, how.group_size), [(packed.dtype, [2 * channels + 1])] * 2
-            if correct is not None:
-                merged, results = correct(merged), results + [(packed.dtype, [2 * channels])]
-            place, used, whole, *corrections = _meet(left, merged, results, tower, arguments)
-            moments, whole = [used, None], [whole, None]
-            if correct is not None:
-                r, d = tf.split(tf.stop_gradient(corrections[0]), 2)
-                gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
-                beta = d if beta is None else beta + d
+        left = _Left(call(how.kernels.local_moments, x, mask, axis=how.axis), tf.dimension_value(x.shape[how.axis]), known,
+                     are_apart and (tower is None or tower.meetings.peers is None))
+        place, moments, whole, corrections = _moments_of(left, how, correct, tower, arguments)
+        if corrections is not None:
+            r, d = tf.split(tf.stop_gradient(corrections), 2)
+            gamma, d = (r, d) if gamma is None else (gamma * r, gamma * d)
+            beta = d if beta is None else beta + d
         if are_apart and moments[1] is None:
-            moments = call(apart, moments[0])
+            moments = call(split, moments[0])
         if training is not None:
-            moments = moments[0], tf.where_v2(training, moments[1], stacked(*frozen))
-        packed, mean, variance = of_pair(*moments)
+            moments = (moments[0], *(tf.where_v2(training, new, old) for new, old in zip(moments[1:], frozen)))
+        packed, mean, variance = _as_kernels_take(*moments)
         optional = (gamma, beta, mask, training)
         if as_one_op:
             # Grappler does not see through a kernel's call or an identity_n. So the layer's gradient stands in front of the op,
@@ -167,6 +157,20 @@ class _Left(NamedTuple):
     is_apart: bool = False
 
 
+def _moments_of(left, how, correct, tower, arguments):
+    """Returns the layer's place, the moments that its tower normalizes by, those of all towers, and corrections [2C] or None."""
+    if correct is None and how.group_size is None:
+        place, count, *pair = _meet(left, None, (), tower, arguments)
+        whole = (count, *(tf.unstack(pair[0]) if pair else (None, None)))
+        return place, whole, whole, None
+    dtype, channels = left.packed.dtype, left.channels
+    aggregate, results = _merged(channels, how.group_size), [(dtype, [2 * channels + 1])] * 2
+    if correct is not None:
+        aggregate, results = correct(aggregate), results + [(dtype, [2 * channels])]
+    place, used, whole, *corrections = _meet(left, aggregate, results, tower, arguments)
+    return place, (used, None, None), (whole, None, None), corrections[0] if corrections else None
+
+
 def _merged(channels, group_size):
     """Returns an aggregate for an exchange: for each tower, the moments of its group and of all towers."""
     def aggregate(per_tower):
@@ -194,7 +198,7 @@ def _meet(left, aggregate, results, tower, arguments):
     A count that is known does not cross: where all are, the merge takes them as constants. Where `aggregate` is None, every
     tower gets the moments of all of them, in the form that it takes.
     """
-    packed, channels, *known = left
+    packed, channels, known = left.packed, left.channels, [left.count, left.is_apart]
     if aggregate is None:
         results = [(packed.dtype, shape) for shape in ([[1], [2, channels]] if left.is_apart else [[2 * channels + 1]])]
     if tower is None:
@@ -230,12 +234,12 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
     """
     place, (how, optional) = gradient_place(op)
     dy = tf.convert_to_tensor(dy)  # slices, where rows of the output were gathered
-    num_moments = sum(optional[:2])
+    num_moments = sum(optional[:3])
     d_moments = [] if all(map(_is_zeros, d_given[:num_moments])) else d_given[:num_moments]
     with _gradient_span(op, place, dy, d_moments, list(op.outputs)):
         x, given = op.inputs[1], iter(list(op.outputs[2:2 + num_moments]) + list(op.inputs[2 + num_moments:]))
         *moments, gamma, beta, mask, training = [next(given) if there else None for there in optional]
-        (count, pair), moments = moments, of_pair(*moments)
+        count, moments = moments[0], _as_kernels_take(*moments)
         options = {"axis": how.axis, "epsilon": how.epsilon}
         with tf.name_scope("exchange"):
             sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, masked=mask is not None,
@@ -243,7 +247,7 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
             d_beta, d_gamma, scale = tf.unstack(sums)
             means = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
             # An op made here: towers of other kernels hold the count in another form, and would be found unlike by it.
-            count = tf.identity(count[:1] if pair is None else count)
+            count = tf.identity(count[:1] if num_moments == 1 else count)
             if place is not None:
                 divisor = Divisor(count, known_count(x, how.axis, mask), how.takes_shares)
                 means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, whose sum nobody takes
@@ -258,7 +262,12 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
 
 def _rows_of(d_moments):
     """Returns the gradients by mean and variance [2, C], of those by the moments."""
-    return d_moments[1] if len(d_moments) == 2 else tf.reshape(d_moments[0][1:], [2, -1])
+    return tf.stack(d_moments[1:]) if len(d_moments) == 3 else tf.reshape(d_moments[0][1:], [2, -1])
+
+
+def _as_kernels_take(count, mean, variance):
+    """Returns moments as the kernels of a layer take them, which need no count."""
+    return (count, None, None) if mean is None else (None, mean, variance)
 
 
 def _gradient_span(op, place, *inputs):

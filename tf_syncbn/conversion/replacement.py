@@ -14,7 +14,7 @@ from towers.private import branch_of, rewire, wait_only_for
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
 from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
-from tf_syncbn.kernels.moments import bessel, joined, split, three
+from tf_syncbn.kernels.moments import bessel, packed, parts, split
 from tf_syncbn.kernels.rows import accumulator
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
@@ -128,7 +128,7 @@ class Replacement:
         for old, new in zip(op.outputs[1:3], _batch_moments(op, whole)):
             self._replace(old, new)
         self._replace_counts(batch_norm)
-        return self._joined(whole)
+        return self._packed(whole)
 
     def _fused_in_cond(self, batch_norm):
         op, frozen = batch_norm.op, batch_norm.frozen
@@ -141,10 +141,10 @@ class Replacement:
         for tensor, new in zip(op.outputs[:3], [y] + moments):
             for merge in tensor.consumers():
                 self._replace(merge.outputs[0], new)
-        return self._joined(whole)
+        return self._packed(whole)
 
-    def _joined(self, whole):
-        return joined(*whole) if self._tower.is_first else None
+    def _packed(self, whole):
+        return packed(*whole) if self._tower.is_first else None
 
     def _normalize(self, batch_norm, x, gamma, beta, training=None, frozen=None):
         x = _with_channels(x, batch_norm)
@@ -242,7 +242,7 @@ class Replacement:
 
 def _batch_moments(op, whole):
     """Returns the batch mean and variance that a fused op hands out: with Bessel's correction, part by part if it averages."""
-    count, mean, variance = (tf.stop_gradient(moment) for moment in three(*whole))
+    count, mean, variance = (tf.stop_gradient(moment) for moment in parts(*whole))
     moments = [mean, variance * bessel(count)]
     try:
         factor = op.get_attr("exponential_avg_factor")

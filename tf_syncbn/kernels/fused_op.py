@@ -89,8 +89,8 @@ def local_moments(x, axis):
 
 
 def moments_of_rows(rows):
-    """Returns the means and unbiased variances of the columns of a float32 tensor [N, C], N of 2 or more; two tensors [C]."""
-    return _own_moments(tf.reshape(rows, _shape_of_rows(*rows.shape.as_list())), _ROWS)
+    """Returns the means and unbiased variances over axis 0 of a float32 tensor, of size 2 or more; two vectors."""
+    return _own_moments(tf.reshape(rows, _shape_of_rows(rows.shape.as_list()[0], rows.shape[1:].num_elements())), _ROWS)
 
 
 def _shape_of_rows(number, channels):

@@ -69,8 +69,7 @@ def _merge(per_tower, channels, counts):
 def _merge_alike(per_tower, channels, count):
     """Merges the fused op's own moments of equal counts: towers' means are values again, with moments of their own."""
     num_towers = len(per_tower)
-    rows = tf.reshape(stacked(*per_tower), [num_towers, 2 * channels])
-    means, spread = (tf.unstack(tf.reshape(part, [2, channels])) for part in moments_of_rows(rows))
+    means, spread = (tf.unstack(tf.reshape(part, [2, channels])) for part in moments_of_rows(stacked(*per_tower)))
     variance = means[1] * ((count - 1) / count) + spread[0] * ((num_towers - 1) / num_towers)
     return tf.constant([count * num_towers], variance.dtype), means[0], variance
 
