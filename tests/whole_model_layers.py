@@ -175,8 +175,25 @@ class _Network:
         return self._mixed(tf.concat(parts, 1), variable("kernel", [2 * CHANNELS, CHANNELS]))
 
     def _embedding(self, x, layer):
-        rows = tf.nn.embedding_lookup(variable("table", [WORDS, CHANNELS]), self.batch["ids"])
-        return x + tf.reshape(rows, [-1] + [CHANNELS if i == self.axis else 1 for i in range(1, self.rank)])
+        return x + self.of_ids("table")
+
+    def of_ids(self, name):
+        """Returns a vector of channels for each example, in a shape that broadcasts to the inputs."""
+        return self.of_examples(tf.nn.embedding_lookup(variable(name, [WORDS, CHANNELS]), self.batch["ids"]))
+
+    def of_examples(self, rows):
+        return tf.reshape(rows, [-1] + [CHANNELS if i == self.axis else 1 for i in range(1, self.rank)])
+
+    def _norm_of_examples(self, x, layer):
+        """Moments of each example alone, which are none of the batch's."""
+        axes = [i for i in range(1, self.rank) if layer.options["of"] == "layers" or self.rank == 2 or i != self.axis]
+        mean, variance = tf.nn.moments(x, axes, keep_dims=True)
+        scale, offset = (self.of_channels(variable(name, [CHANNELS])) for name in ("scale", "offset"))
+        return tf.nn.batch_normalization(x, mean, variance, offset, scale, 0.1)
+
+    def _gate(self, x, layer):
+        features = tf.reduce_mean(x, self.axes[1:]) if self.rank > 2 else x
+        return x * self.of_examples(tf.sigmoid(tf.matmul(features, variable("kernel", [CHANNELS, CHANNELS]))))
 
     def _unused(self, x, layer):
         variable("unused", [2])
@@ -290,6 +307,8 @@ class _Network:
                 updates = self._moved(moving, batch, options["momentum"], options.get("updates", "collected"))
             moments = [self.of_channels(moment) for moment in moments]
             gamma, beta = (v if v is None else self.of_channels(v) for v in (gamma, beta))
+            if form == "conditional":
+                gamma, beta = self.of_ids("gammas"), self.of_ids("betas")
             y = tf.nn.batch_normalization(x, moments[0], moments[1], beta, gamma, options["epsilon"])
             if options.get("updates") == "inline" and options["training"] is not False:
                 with tf.control_dependencies(updates):
@@ -299,7 +318,7 @@ class _Network:
     def _moments(self, x, form, mask):
         """Returns mean and variance, and their count where weights make one."""
         weights = None if mask is None else tf.expand_dims(self.mask_of(mask), self.axis)
-        if form == "moments":
+        if form in ("moments", "conditional"):
             return tf.nn.moments(x, self.axes, keep_dims=True), None
         if form == "squares":
             mean = tf.reduce_mean(x, self.axes, keepdims=True)

@@ -22,7 +22,7 @@ TRANSFORMS = ("clip_by_global_norm", "mask_gradients", "accumulate")
 POLICIES = ("first", "all", "last", "none")
 DEPTHS = (1, 1, 2, 2, 3, 3, 4, 5, 6)  # most of the time is the building of graphs
 # What stands where moments are taken by hand, for convert_model to find.
-BY_HAND = ("moments", "squares", "weighted", "masked") + (("tf.layers",) if has_tf_layers() else ())
+BY_HAND = ("moments", "squares", "weighted", "masked", "conditional") + (("tf.layers",) if has_tf_layers() else ())
 
 
 # The arguments of a `sync_batch_norm` that is an ordinary one.
@@ -125,6 +125,7 @@ def _layer(draw, inputs, kinds):
         "nonlinearity": lambda: dict(function=draw(st.sampled_from(FUNCTIONS))),
         "dense": lambda: dict(twice=mostly(draw, False, True)),
         "pool": lambda: dict(largest=draw(st.booleans())),
+        "norm of examples": lambda: dict(of=draw(st.sampled_from(["layers", "instances"]))),
         "state": lambda: dict(form=draw(st.sampled_from(STATES)), inline=draw(st.booleans())),
     }.get(kind, dict)()
     return Layer(kind, options)
@@ -133,7 +134,7 @@ def _layer(draw, inputs, kinds):
 def kinds_for(inputs, converted, second_derivatives):
     """Returns the kinds of layers that inputs of a kind can have."""
     kinds = ["sync"] * 4 + ["by hand"] * 4 * converted + ["nonlinearity"] * 3 + ["dense"] * 2 + [
-        "residual", "concatenated", "embedding", "unused", "all_reduce", "state"]
+        "residual", "concatenated", "embedding", "unused", "all_reduce", "state", "norm of examples", "gate"]
     kinds += {"vectors": [], "sequences": ["conv"]}.get(inputs, ["conv", "depthwise", "pool"])
     # TensorFlow has no second derivative of a tf.while_loop.
     return kinds if second_derivatives else kinds + ["while_loop", "cond"] + ["dynamic_rnn"] * 2 * (inputs == "sequences")
@@ -214,7 +215,8 @@ def all_features():
     """Returns those that have to be drawn at times: each kind of layer, and each value of each option."""
     return {
         *INPUTS, "sync", "by hand", "nonlinearity", "dense", "residual", "concatenated", "embedding", "unused", "all_reduce",
-        "state", "conv", "depthwise", "pool", "while_loop", "cond", "dynamic_rnn", "empty tower", "uneven", "even",
+        "state", "conv", "depthwise", "pool", "while_loop", "cond", "dynamic_rnn", "norm of examples", "gate", "empty tower",
+        "uneven", "even", *("norm of examples of " + what for what in ("layers", "instances")),
         *("loss " + kind for kind in LOSSES), *("depth %d" % n for n in DEPTHS), *("%d towers" % n for n in range(1, 6)),
         *("nonlinearity function " + name for name in FUNCTIONS), *("by hand form " + form for form in BY_HAND),
         *("placement " + name for name in PLACEMENTS), *("optimizer " + name for name in OPTIMIZERS),
