@@ -203,6 +203,35 @@ def of_sums(x):
     return (x - mean) / tf.sqrt(tf.reduce_sum((x - mean) ** 2, 0) / count + 1e-3)
 
 
+def of_sums_with_an_offset(x):
+    """The offset is reached by the product of what is divided by the count and of the root."""
+    count = tf.cast(tf.shape(x)[0], x.dtype)
+    mean = tf.reduce_sum(x, 0) / count
+    variance = tf.reduce_sum((x - mean) ** 2, 0) / count
+    return tf.nn.batch_normalization(x, mean, variance, tf.constant([0.1, -0.2, 0.3], x.dtype), None, 1e-3)
+
+
+def of_sums_of_unknown_size_with_an_offset(x):
+    return of_sums_with_an_offset(by_unknown_size(x))
+
+
+def corrected(x):
+    """Of a known size `tf.shape` is a constant, and n is computed of it."""
+    mean, variance = tf.nn.moments(x, [0, 1])
+    n = [tf.cast(tf.reduce_prod(tf.shape(x)[:2]), x.dtype) for _ in range(2)]
+    return (x - mean) / tf.sqrt(variance * n[0] / (n[1] - 1) + 1e-3)
+
+
+def corrected_at_once(x):
+    mean, variance = tf.nn.moments(x, [0, 1])
+    n = tf.cast(tf.reduce_prod(tf.shape(x)[:2]), x.dtype)
+    return (x - mean) / tf.sqrt(variance * (n / tf.maximum(n - 1, 1)) + 1e-3)
+
+
+def corrected_of_unknown_size(x):
+    return corrected(by_unknown_size(x))
+
+
 def of_sums_by_a_constant(x):
     count = x.shape.as_list()[0]
     mean = tf.reduce_sum(x, 0) / count
@@ -304,12 +333,18 @@ def squares_of_another(x):
 
 
 @pytest.mark.parametrize("layer, shape", [
-    (of_sums, [3]), (of_sums_by_a_constant, [3]), (of_sums_of_sums, [4, 3]), (by_computing_formula, [3]), (unbiased, [4, 3]),
-    (weighted, [4, 3]), (masked, [4, 3]), (by_norm, [4, 3]), (by_mean_square, [3]), (mean_of_means, [4, 3]),
+    (of_sums, [3]), (of_sums_with_an_offset, [3]), (of_sums_of_unknown_size_with_an_offset, [3]), (of_sums_by_a_constant, [3]),
+    (of_sums_of_sums, [4, 3]), (by_computing_formula, [3]), (unbiased, [4, 3]), (weighted, [4, 3]), (masked, [4, 3]),
+    (by_norm, [4, 3]), (by_mean_square, [3]), (mean_of_means, [4, 3]),
     (sums_over_less_than_their_number, [4, 3]), (squares_of_another, [3])])
 def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
     scopes = ["bn1/l2_normalize", "bn2/l2_normalize"] if layer is by_norm else ["bn1", "bn2"]
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")
+
+
+@pytest.mark.parametrize("layer", [corrected, corrected_at_once, corrected_of_unknown_size])
+def test_bessels_correction_is_that_of_all_towers(layer):
+    assert_law_and_that_it_may_fail(model_of(layer), batch_of(4, 3))
 
 
 SQUARES = [(of_squares, [3]), (of_sufficient_statistics, [4, 3]), (of_sufficient_statistics_of_unknown_size, [4, 3]),

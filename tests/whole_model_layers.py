@@ -323,6 +323,13 @@ class _Network:
         if form == "squares":
             mean = tf.reduce_mean(x, self.axes, keepdims=True)
             return (mean, tf.reduce_mean(tf.square(x), self.axes, keepdims=True) - tf.square(mean)), None
+        count = tf.cast(tf.shape(x)[0] * int(np.prod(INPUTS[self.model.inputs]) / CHANNELS), tf.float64)
+        if form == "corrected":
+            mean, variance = tf.nn.moments(x, self.axes, keep_dims=True)
+            return (mean, variance * count / (count - 1)), None
+        if form == "sums":
+            mean = tf.reduce_sum(x, self.axes, keepdims=True) / count
+            return (mean, tf.reduce_sum(tf.square(x - mean), self.axes, keepdims=True) / count), None
         if form == "masked":
             count = self.num_valid() * float(np.prod(INPUTS[self.model.inputs]) / CHANNELS)
             mean = tf.div_no_nan(tf.reduce_sum(x * weights, self.axes, keepdims=True), count)

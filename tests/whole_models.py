@@ -22,7 +22,8 @@ TRANSFORMS = ("clip_by_global_norm", "mask_gradients", "accumulate")
 POLICIES = ("first", "all", "last", "none")
 DEPTHS = (1, 1, 2, 2, 3, 3, 4, 5, 6)  # most of the time is the building of graphs
 # What stands where moments are taken by hand, for convert_model to find.
-BY_HAND = ("moments", "squares", "weighted", "masked", "conditional") + (("tf.layers",) if has_tf_layers() else ())
+BY_HAND = ("moments", "squares", "weighted", "masked", "conditional", "sums", "corrected") + (
+    ("tf.layers",) if has_tf_layers() else ())
 
 
 # The arguments of a `sync_batch_norm` that is an ordinary one.
@@ -94,6 +95,7 @@ def batch_norms(draw, kinds, inputs):
         center=mostly(draw, True, False), scale=mostly(draw, True, False), twice=mostly(draw, False, False, True))
     if kind == "by hand":
         form = draw(st.sampled_from(BY_HAND))
+        form = "moments" if form == "corrected" and inputs == "vectors" else form  # n - 1 would be 0 in a tower of one
         twice = options["twice"] and form != "tf.layers"  # whose two updates of one moving average do not wait for each other
         mask = {"weighted": ["examples", "weights"], "masked": ["examples"]}.get(form)
         mask = mask and draw(st.sampled_from(mask))

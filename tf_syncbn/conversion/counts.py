@@ -4,6 +4,7 @@ Where such a number goes into an op, those of all towers have to. A place is a p
 dict from places whose input depends on the data through numbers of examples alone, to the set of places further back
 where these numbers themselves go in. What stands between is not the moments' own, and is made anew for them.
 """
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import descendants
@@ -15,7 +16,10 @@ __all__ = ["DIVISIONS", "FACTORS", "SAME_VALUE", "corrected_by", "counts_beside"
 SAME_VALUE = ("Identity", "StopGradient", "Squeeze", "Reshape", "ExpandDims", "Cast", "CheckNumerics")
 DIVISIONS = ("RealDiv", "Div", "DivNoNan")
 FACTORS = ("Mul",) + DIVISIONS
-_ARITHMETIC = SAME_VALUE + FACTORS + ("Add", "AddV2", "Sub", "Maximum", "Neg", "Reciprocal", "Inv", "FloorDiv", "Sqrt", "Pow")
+_OF_NUMBERS = {"Add": np.add, "AddV2": np.add, "Sub": np.subtract, "Mul": np.multiply, "RealDiv": np.divide, "Div": np.divide,
+               "DivNoNan": np.divide, "FloorDiv": np.floor_divide, "Maximum": np.maximum, "Neg": np.negative,
+               "Reciprocal": np.reciprocal, "Inv": np.reciprocal, "Sqrt": np.sqrt, "Pow": np.power}
+_ARITHMETIC = SAME_VALUE + tuple(_OF_NUMBERS)
 
 
 def counts_of(op, i, model, is_count=None):
@@ -77,8 +81,8 @@ def counts_beside(moments, model):
     return counts
 
 
-def corrected_by(number, variance):
-    """Returns the ops that give a variance times `number / (number - 1)`, by constants; a list.
+def corrected_by(number, variance, model):
+    """Returns the ops that give a variance times `number / (number - 1)`, by constants or what is computed of them; a list.
 
     Other factors may stand before these: the share of a moving average, say.
     """
@@ -91,10 +95,10 @@ def corrected_by(number, variance):
                 stack.append((consumer.outputs[0], products))
             elif consumer.type in FACTORS:
                 i = 1 if consumer.inputs[0] is tensor else 0
-                value = tf.get_static_value(consumer.inputs[i])
-                if value is None or value.size != 1 or not value or i == 0 and consumer.type != "Mul":
+                value = _computed_value(consumer.inputs[i], model)
+                if not value or i == 0 and consumer.type != "Mul":
                     continue
-                factor = value.item() if consumer.type == "Mul" else 1 / value.item()
+                factor = value if consumer.type == "Mul" else 1 / value
                 now = tuple(product * factor for product in (1.0,) + products)
                 if wanted > 1 + 4 * rounding and any(abs(product - wanted) < rounding * wanted for product in now):
                     found.append(consumer)
@@ -118,7 +122,7 @@ def is_corrected(root, sums, model):
         stack += [source for source in sources if model.order.get(source, -1) >= first]
         before.update(stack)
     between = descendants(sums, within=before)
-    return any(corrected_by(number, tensor) for number in numbers for op in between for tensor in op.outputs[:1]
+    return any(corrected_by(number, tensor, model) for number in numbers for op in between for tensor in op.outputs[:1]
                if tensor.dtype.is_floating)
 
 
@@ -187,7 +191,7 @@ def _number(op, i, model, number):
     source = tensor.op
     if source.type in SAME_VALUE + ("Reciprocal", "Inv", "Sub", "IdentityN"):
         return _number(source, tensor.value_index, model, number)
-    if source.type in ("RealDiv", "Div"):
+    if source.type in ("RealDiv", "Div") and (source.inputs[0].op not in model.of_data or counts_of(source, 0, model)):
         return _number(source, 1, model, number)
     return set(), source in model.of_data or source in model.of_weights or source not in model.order
 
@@ -201,3 +205,12 @@ def _value(tensor, model):
     if values is None:
         return model.layout.number(tensor)
     return values.item(0) if values.size and (values == values.item(0)).all() else None
+
+
+def _computed_value(tensor, model):
+    """Returns the one value of what is computed of constants, by arithmetic too; None of data."""
+    op, value = tensor.op, None if tensor.op in model.of_data else _value(tensor, model)
+    if value is None and tensor.shape.num_elements() == 1 and op.type in _ARITHMETIC and op not in model.of_data:
+        values = [_computed_value(source, model) for source in (op.inputs[:1] if op.type in SAME_VALUE else op.inputs)]
+        value = None if None in values else float(_OF_NUMBERS.get(op.type, np.asarray)(*map(np.float64, values)))
+    return value

@@ -124,7 +124,7 @@ def _moments(variance, model):
             # What the model subtracts need not be the mean that its variance is of.
             means = [op for op in x.consumers() if op in model.order and op.type == "Mean" and reduced_axes(op) == reduced]
             number = tf.TensorShape([x.shape[axis] for axis in reduced]).num_elements()
-            corrected = [(op, number) for op in corrected_by(number, variance.outputs[0])] if number else []
+            corrected = [(op, number) for op in corrected_by(number, variance.outputs[0], model)] if number else []
             return BatchNorm("moments", variance, x, kept, means=means, corrected=corrected, trouble=trouble)
     return None
 
