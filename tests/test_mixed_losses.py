@@ -83,6 +83,14 @@ MIXED = {
     "of tf.boolean_mask": lambda x, mask, _: tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)),
     "of tf.boolean_mask, by its size": lambda x, mask, _: tf.reduce_sum(tf.boolean_mask(losses(x), mask > 0)) / tf.cast(
         tf.size(tf.boolean_mask(mask, mask > 0)), x.dtype),
+    "of what tf.boolean_mask chose": lambda x, mask, classes: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels=tf.boolean_mask(classes, mask > 0), logits=tf.boolean_mask(features(x), mask > 0))),
+    "of what tf.gather chose": lambda x, mask, _: tf.reduce_mean(tf.square(
+        tf.gather(features(x), tf.squeeze(tf.where(mask > 0), 1)) - tf.gather(x, tf.squeeze(tf.where(mask > 0), 1)))),
+    "of what tf.dynamic_partition chose": lambda x, mask, _: tf.reduce_mean(tf.nn.softplus(
+        tf.dynamic_partition(features(x), tf.cast(mask > 0, tf.int32), 2)[1])),
+    "of tf.losses of what tf.boolean_mask chose": lambda x, mask, _: tf.losses.mean_squared_error(
+        tf.boolean_mask(x, mask > 0), tf.boolean_mask(features(x), mask > 0)),
     "dice": lambda x, mask, _: dice(x, mask),
     "dice of each class": lambda x, _, classes: tf.reduce_mean(
         tf.reduce_sum(tf.nn.softmax(features(x)) * tf.one_hot(classes, C, dtype=x.dtype), 0)
@@ -169,6 +177,9 @@ MEANS = {
         tf.reduce_sum(mask) > 0, 1 / tf.maximum(tf.reduce_sum(mask), 1) * tf.reduce_sum(losses(x) * mask), 0.0)},
     "of tf.boolean_mask, counted": lambda x, mask, _: {
         "loss": tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)), "weight": tf.reduce_sum(mask)},
+    "of what tf.boolean_mask chose, counted": lambda x, mask, _: {
+        "loss": tf.reduce_mean(tf.square(tf.boolean_mask(features(x), mask > 0) - tf.boolean_mask(x, mask > 0))),
+        "weight": tf.reduce_sum(mask)},
     "over the size of all masks": of_all,
     "against all": against_all,
     "of slopes": divided_slopes,

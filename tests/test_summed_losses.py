@@ -48,6 +48,9 @@ SUMS = {
     "of tf.losses": lambda x: tf.losses.mean_squared_error(x, squares(x), reduction="weighted_sum"),
     "of a product": lambda x: tf.reduce_sum(tf.matmul(squares(x), tf.ones([C, 3], tf.float64))) / (3 * B),
     "of means": lambda x: tf.reduce_sum(tf.reduce_mean(squares(x), 1)) / B,
+    "a mean of sums": lambda x: tf.reduce_mean([tf.reduce_sum(squares(x)), tf.nn.l2_loss(squares(x))]) / B,
+    "a sum of a mean of sums": lambda x: tf.reduce_sum([tf.reduce_mean([tf.nn.l2_loss(x - squares(x))])]) / B,
+    "a mean over classes of sums": lambda x: tf.reduce_mean(tf.reduce_sum(squares(x), 0)) / B,
     "in the graph of a dict": lambda x: {"loss": tf.reduce_sum(squares(x)) / B, "weight": tf.shape(x)[0]}}
 
 MEANS = {
@@ -59,6 +62,7 @@ MEANS = {
     "a sum of means, turned": lambda x: tf.reduce_sum(tf.reduce_mean(tf.transpose(squares(x)), 1)),
     "a sum of products of all examples": lambda x: tf.reduce_sum(
         tf.matmul(x, squares(x), transpose_a=True) / tf.cast(tf.shape(x)[0], tf.float64)),
+    "a mean of means": lambda x: tf.reduce_mean([tf.reduce_mean(squares(x)), tf.reduce_mean(x * squares(x))]),
     "with a decay": lambda x: mean_of_norms(x) + decay() / B,
     "beside a sum times 0": lambda x: tf.reduce_mean(squares(x)) + 0 * tf.reduce_sum(squares(x)),
     "of tf.losses": lambda x: tf.losses.mean_squared_error(x, squares(x)),
@@ -73,6 +77,10 @@ MEANS_OF_KNOWN_SIZE = {
     "by a number of entries": lambda x: tf.reduce_sum(squares(x)) / (int(x.shape[0]) * C),
     "by half of it": lambda x: 0.5 * tf.reduce_sum(squares(x)) / int(x.shape[0]),
     "of squares": lambda x: tf.nn.l2_loss(squares(x)) / int(x.shape[0]),
+    "a mean of sums": lambda x: tf.reduce_mean([tf.reduce_sum(squares(x)), tf.nn.l2_loss(squares(x))]) / int(x.shape[0]),
+    "a mean of each one's sum": lambda x: tf.reduce_mean([tf.reduce_sum(row) for row in tf.unstack(squares(x))]),
+    "a sum of each one's sum": lambda x: tf.add_n(
+        [tf.reduce_sum(squares(x)[i]) for i in range(int(x.shape[0]))]) / int(x.shape[0]),
     "of the flattened": lambda x: tf.reduce_sum(tf.reshape(squares(x), [-1])) / int(x.shape[0])}
 
 

@@ -8,10 +8,11 @@ from towers.exchanges import stands_at_exchange
 from towers.graph_walk import end_of
 from towers.own_data import own_leaves
 
-__all__ = ["EXTREMES", "NO_VALUES", "SIZES", "SUMS", "Examples", "begins_anew", "chooser", "lies_along_examples", "products",
-           "reduces_first_axis", "sizes_of_examples"]
+__all__ = ["COUNTS", "EXTREMES", "NO_VALUES", "SIZES", "SUMS", "Examples", "begins_anew", "chooser", "lies_along_examples",
+           "products", "reduces_first_axis", "sizes_of_examples"]
 
 SUMS = frozenset(["Mean", "Sum"])
+COUNTS = frozenset(["DynamicPartition", "Where"])  # which choose as many rows as the data say
 EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 SIZES = frozenset(["Rank", "Shape", "ShapeN", "Size"])
 # Whose values are none of their input's: sizes, guards against what is not finite.
@@ -22,6 +23,11 @@ _UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIterat
 _SAME_ROWS = frozenset(["Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"])
 _CHANGES_RANK = frozenset(["CTCLoss", "OneHot", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
                            "DiagPart", "MatrixDiagPart", "Where"])
+# What computes each row of its output of the same rows of its inputs.
+_OF_ROWS = frozenset([
+    "Abs", "Add", "AddN", "AddV2", "ConcatV2", "Exp", "Log", "Log1p", "Maximum", "Minimum", "Mul", "Neg", "OneHot", "OnesLike",
+    "Pow", "RealDiv", "Relu", "Select", "SelectV2", "Sigmoid", "SoftmaxCrossEntropyWithLogits", "Softplus",
+    "SparseSoftmaxCrossEntropyWithLogits", "Sqrt", "Square", "SquaredDifference", "Sub", "Tanh"])
 _REDUCTIONS = SUMS | EXTREMES | {"All", "Any", "ArgMax", "ArgMin"}
 
 
@@ -47,7 +53,9 @@ def _turns(op):
     if op.type == "Transpose":
         order = tf.get_static_value(op.inputs[1])
         return order is None or len(order) > 0 and order[0] != 0
-    return op.type == "MatMul" and op.get_attr("transpose_a")
+    if op.type == "StridedSlice":
+        return bool((op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1)
+    return op.type == "MatMul" and op.get_attr("transpose_a") or op.type == "Unpack" and op.get_attr("axis") == 0
 
 
 def reduces_first_axis(op):
@@ -72,23 +80,25 @@ def products(numbers, fewest=0):
 
 
 def chooser(tensor):
-    """Returns the op, Where or TopKV2, that chose which rows of other rows a tensor holds; None where none did."""
-    while True:
+    """Returns the op, of `COUNTS` or TopKV2, that chose which rows of other rows a tensor is made of; None where none did."""
+    seen, stack = set(), [tensor]
+    while stack:
+        tensor = stack.pop()
         op = tensor.op
+        if op in seen:
+            continue
+        seen.add(op)
         if op.type in ("Gather", "GatherV2", "GatherNd"):
             found = _unmoved(op.inputs[1])
             if found.op.type == "Where" or found.op.type == "TopKV2" and found.op.inputs[0].shape.rank == 1:
                 return found.op
-            return None
-        if op.type == "TopKV2" and op.inputs[0].shape.rank == 1:
+        elif op.type == "DynamicPartition" or op.type == "TopKV2" and op.inputs[0].shape.rank == 1:
             return op
-        elementwise = [source for source in op.inputs if source.shape.rank == tensor.shape.rank]
-        if op.type in _SAME_ROWS or op.type in ("Sum", "Mean") and reduces_first_axis(op) is False:
-            tensor = op.inputs[0]
-        elif len(elementwise) == 1 and op.type in ("Abs", "Exp", "Log", "Mul", "Neg", "RealDiv", "Relu", "Sqrt", "Square"):
-            tensor = elementwise[0]
-        else:
-            return None
+        elif op.type in _SAME_ROWS or op.type in SUMS and reduces_first_axis(op) is False:
+            stack.append(op.inputs[0])
+        elif op.type in _OF_ROWS:
+            stack.extend(source for source in op.inputs if source.shape.rank == tensor.shape.rank or op.type in _CHANGES_RANK)
+    return None
 
 
 def _unmoved(tensor):
@@ -175,16 +185,18 @@ class Examples:
 
     def _inputs(self, tensor):
         op = tensor.op
-        if op.type in SIZES:
+        if op.type in SIZES or op.type in NO_VALUES:
             return [source for source in op.inputs if chooser(source) is not None]
-        return [] if op.type in NO_VALUES else list(op.inputs)
+        return list(op.inputs)
 
     def rows_of(self, tensor):
         """Returns the inputs whose first axis is that of a tensor, a list."""
         op, rank = tensor.op, tensor.shape.rank
-        if op.type in SIZES or op.type in NO_VALUES or not op.inputs or rank is None:
+        if op.type in SIZES or not op.inputs or rank is None:
             return []
         first = op.inputs[0]
+        if op.type in NO_VALUES:
+            return [first] if chooser(first) is not None else []
         if op.type in _REDUCTIONS:
             return [first] if reduces_first_axis(op) is False else []
         if op.type == "Transpose":

@@ -9,7 +9,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import EXTREMES, NO_VALUES, SIZES, SUMS, Examples, begins_anew, chooser, reduces_first_axis
+from towers.along_examples import COUNTS, EXTREMES, NO_VALUES, SIZES, SUMS, Examples, begins_anew, chooser, reduces_first_axis
 
 __all__ = ["added_up", "warn_of_mixed"]
 
@@ -72,8 +72,8 @@ def _mixes(loss, examples):
         if is_reduction and reduces_first_axis(op) and examples.lie_along(op.inputs[0]):
             reason = reason or (("computes", op) if op.type in EXTREMES else None)
             chosen_by = chooser(op.inputs[0])
-            if reason is None and chosen_by is not None and (op.type == "Mean" or chosen_by.type != "Where"):
-                reason = ("counts" if chosen_by.type == "Where" else "chooses", chosen_by)
+            if reason is None and chosen_by is not None and (op.type == "Mean" or chosen_by.type not in COUNTS):
+                reason = ("counts" if chosen_by.type in COUNTS else "chooses", chosen_by)
             if reason is not None:
                 yield reason
         elif op.type == "TopKV2" and op.inputs[0].shape.rank == 1 and examples.lie_along(op.inputs[0]):

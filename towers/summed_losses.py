@@ -66,6 +66,8 @@ def _sums(loss, context):
         elif kind in _DIVIDES and _is_given(inputs[1]):
             number = _number(inputs[1])
             stack.append((inputs[0], divisors + ((number,) if number else ())))
+        elif kind == "Mean" and _is_of_sums(inputs[0]):
+            stack.append((inputs[0], divisors))  # over what is no number of examples
         elif kind == "L2Loss":
             yield inputs[0], divisors
         elif kind == "Sum":
@@ -74,6 +76,14 @@ def _sums(loss, context):
                 yield inputs[0], divisors
             if reduces is not None:
                 stack.append((inputs[0], divisors))  # over classes, say: of what lies along the examples still
+
+
+def _is_of_sums(tensor):
+    """Tells whether a tensor holds a list of scalars, or sums along an axis, so that its mean is none over examples."""
+    while tensor.op.type in _RESHAPES:
+        tensor = tensor.op.inputs[0]
+    is_list = tensor.op.type == "Pack" and all(source.shape.rank == 0 for source in tensor.op.inputs)
+    return is_list or tensor.op.type == "Sum" and reduces_first_axis(tensor.op) is True and tensor.shape.is_fully_defined()
 
 
 def _without_factors(inputs, divisors, context):
