@@ -9,7 +9,7 @@ from towers.private import control_flow_of, taken_from_outside
 
 __all__ = ["find_twins"]
 
-_SAME_VALUE = frozenset(["Identity", "IdentityN", "StopGradient", "PreventGradient"])
+_SAME_VALUE = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "IdentityN", "PreventGradient", "Print", "StopGradient"])
 _ENTER = frozenset(["Enter", "RefEnter"])
 _STATE = frozenset(["VarHandleOp", "Variable", "VariableV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 
