@@ -236,8 +236,6 @@ class Replacement:
                 raise ValueError("convert_model: %r updates moving averages inside a tf.cond that the output waits for. Give the "
                                  "layer `training` as a bool, or call tf.disable_control_flow_v2() when the program starts."
                                  % self._tower.relative(op.name))
-            if op not in self._updates and any(c in self._updates for c in op.control_inputs):
-                wait_only_for(op, [c for c in op.control_inputs if c not in self._updates])
 
 
 def _batch_moments(op, whole):
