@@ -380,6 +380,25 @@ def test_a_layer_applied_twice_is_converted_twice():
     assert [layer.scope for layer in converted.converted] == ["bn", "bn_1"]
 
 
+@pytest.mark.parametrize("policy", ["first", "all"])
+def test_a_layer_applied_twice_moves_its_averages_once_after_the_other(policy):
+    """TensorFlow gives the two updates no order: by itself the second one may read what the first one is about to write."""
+    x, = batch_of([7, 3], tf.float64)
+
+    def model_fn(x):
+        return tf.reduce_mean(tf.square(by_moments(x, "bn"))) + tf.reduce_mean(tf.square(by_moments(tf.sin(x) + 1, "bn")))
+
+    replicas = build(tf_syncbn.convert_model(model_fn), (x,), num_towers=3)
+    updates = towers.collect_update_ops(replicas, policy)
+    mean, = tf.global_variables("bn/moving_mean")
+    expected = 0.9 * 0.1 * x.mean(0) + 0.1 * (np.sin(x) + 1).mean(0)
+    with session() as made:
+        for _ in range(20):
+            made.run(mean.initializer)
+            made.run([replicas.loss, updates])
+            np.testing.assert_allclose(made.run(mean), expected, rtol=1e-6)  # the rate is of float32
+
+
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="refused there")
 def test_a_layer_applied_twice_that_reads_its_averages_where_it_does_not_train_trains_as_one_tower_does():
     def layer(x):

@@ -10,7 +10,8 @@ import tensorflow.compat.v1 as tf
 from towers.context import current_tower
 from towers.cross_tower import all_reduce
 from towers.graph_walk import ancestors, op_of, written_variable, written_variables
-from towers.private import branch_of, control_flow_now, control_flow_of, rewire, wait_only_for
+from towers.ordering import read_after, takers_of
+from towers.private import branch_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
 from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
@@ -218,6 +219,7 @@ class Replacement:
             self._added.replace(key, [self._now(item) for item in self._added.items(key)])
         outputs = tf.nest.map_structure(self._now, outputs)
         if self._tower.is_first:
+            self._order_updates()
             self._share_updates()
         else:
             self._drop_updates(outputs)
@@ -227,6 +229,22 @@ class Replacement:
         while isinstance(item, tf.Tensor) and item.name in self._replaced:
             item = self._replaced[item.name]
         return item
+
+    def _order_updates(self):
+        """Lets a layer that is applied again move its averages after it did so before: TensorFlow gives the two no order."""
+        writes, outer, made = {}, control_flow_now(self._added.graph), set(self._made)
+        for op in self._made:
+            variable = written_variable(op) if op in self._updates else None
+            if variable is not None and control_flow_of(op) is outer:
+                writes.setdefault(variable, []).append(op)
+        for variable, ops in writes.items():
+            for earlier, op in zip(ops, ops[1:]):
+                before, of_both = ancestors([op], within=made), ancestors([earlier], within=made)
+                if earlier not in before and op not in of_both:
+                    takers = {taker for taker in takers_of(variable) if taker in before and self._statistics.get(taker)}
+                    for taker in takers - of_both:
+                        read_after(taker, {variable.name: [earlier]}, takers)
+                    run_after(op, [earlier])
 
     def _share_updates(self):
         """Makes tower 0's updates those of all towers, also what a group holds of them beside others."""
