@@ -215,6 +215,36 @@ def of_sums_of_unknown_size_with_an_offset(x):
     return of_sums_with_an_offset(by_unknown_size(x))
 
 
+def of_sums_by(x, n, total=lambda x: tf.reduce_sum(x, [0, 1])):
+    mean = total(x) / n
+    return (x - mean) / tf.sqrt(total((x - mean) ** 2) / n + 1e-3)
+
+
+def of_sums_of_means(x):
+    """Divided by how many means there are, not by how many numbers these are of."""
+    return of_sums_by(x, tf.cast(tf.shape(x)[0], x.dtype), lambda x: tf.reduce_sum(tf.reduce_mean(x, 1), 0))
+
+
+def of_sums_by_a_quotient(x):
+    return of_sums_by(x, tf.cast(tf.size(x), x.dtype) / 3)
+
+
+def of_sums_by_a_product(x):
+    size, length, _ = tf.unstack(tf.shape(x))
+    return of_sums_by(x, tf.cast(size * length, x.dtype))
+
+
+def of_sums_of_sums_by_a_product(x):
+    return of_sums_by(x, tf.cast(tf.shape(x)[0], x.dtype) * 4, lambda x: tf.reduce_sum(tf.reduce_sum(x, 1), 0))
+
+
+def corrected_by_a_product(x):
+    mean, variance = tf.nn.moments(x, [0, 1])
+    size, length, _ = tf.unstack(tf.shape(x))
+    n = tf.cast(size * length, x.dtype)
+    return (x - mean) / tf.sqrt(variance * n / (n - 1) + 1e-3)
+
+
 def corrected(x):
     """Of a known size `tf.shape` is a constant, and n is computed of it."""
     mean, variance = tf.nn.moments(x, [0, 1])
@@ -334,15 +364,16 @@ def squares_of_another(x):
 
 @pytest.mark.parametrize("layer, shape", [
     (of_sums, [3]), (of_sums_with_an_offset, [3]), (of_sums_of_unknown_size_with_an_offset, [3]), (of_sums_by_a_constant, [3]),
-    (of_sums_of_sums, [4, 3]), (by_computing_formula, [3]), (unbiased, [4, 3]), (weighted, [4, 3]), (masked, [4, 3]),
-    (by_norm, [4, 3]), (by_mean_square, [3]), (mean_of_means, [4, 3]),
+    (of_sums_of_means, [4, 3]), (of_sums_by_a_quotient, [4, 3]), (of_sums_by_a_product, [4, 3]),
+    (of_sums_of_sums_by_a_product, [4, 3]), (of_sums_of_sums, [4, 3]), (by_computing_formula, [3]), (unbiased, [4, 3]),
+    (weighted, [4, 3]), (masked, [4, 3]), (by_norm, [4, 3]), (by_mean_square, [3]), (mean_of_means, [4, 3]),
     (sums_over_less_than_their_number, [4, 3]), (squares_of_another, [3])])
 def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
     scopes = ["bn1/l2_normalize", "bn2/l2_normalize"] if layer is by_norm else ["bn1", "bn2"]
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")
 
 
-@pytest.mark.parametrize("layer", [corrected, corrected_at_once, corrected_of_unknown_size])
+@pytest.mark.parametrize("layer", [corrected, corrected_at_once, corrected_of_unknown_size, corrected_by_a_product])
 def test_bessels_correction_is_that_of_all_towers(layer):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(4, 3))
 

@@ -95,7 +95,7 @@ def corrected_by(number, variance, model):
                 stack.append((consumer.outputs[0], products))
             elif consumer.type in FACTORS:
                 i = 1 if consumer.inputs[0] is tensor else 0
-                value = _computed_value(consumer.inputs[i], model)
+                value = None if consumer.inputs[i].op in model.of_data else _computed_value(consumer.inputs[i], model)
                 if not value or i == 0 and consumer.type != "Mul":
                     continue
                 factor = value if consumer.type == "Mul" else 1 / value
@@ -163,10 +163,13 @@ def divisors_of(op, model, is_used, are_weighted):
 
 
 def _number_added_up(op):
-    """Returns how many numbers a reduction adds up, and those before it that it is of; None where that is unknown."""
-    reduced, number = reduced_axes(op), 1
+    """Returns how many numbers a reduction adds up, and those before it that it is of; None where that is unknown.
+
+    What a sum is of has been divided by its number where it is a mean.
+    """
+    reduced, number, kinds = reduced_axes(op), 1, ("Sum",) if op.type == "Sum" else ("Sum", "Mean")
     while reduced is not None:
-        size = tf.TensorShape([op.inputs[0].shape[axis] for axis in reduced]).num_elements()
+        size = tf.TensorShape([op.inputs[0].shape[axis] for axis in reduced]).num_elements() if op.type in kinds else 1
         number, op = size and number * size, op.inputs[0].op
         while op.type in SAME_VALUE:
             op = op.inputs[0].op
@@ -178,16 +181,22 @@ def _number_added_up(op):
 
 def _number(op, i, model, number):
     """Returns the places of a number of examples behind an input, a set of one or none, and whether that is for sure."""
-    tensor, value = op.inputs[i], _value(op.inputs[i], model)
-    is_number = number and value == number
+    tensor, value, computed = op.inputs[i], _value(op.inputs[i], model), _computed_value(op.inputs[i], model)
+    is_number = number and number in (value, computed)
     if model.layout.is_count(tensor) or is_number and (number > 1 or op.type != "Mul"):
         return {(op, i)}, True
     if is_number:  # a product with 1, which 1 / n is too
         return set(), False
-    if value is not None:
+    found, is_known = (set(), True) if value is not None else _number_behind(tensor, model, number)
+    if not found and computed is not None:
         of_number = [n ** power for n in (number, number - 1, number / (number - 1)) for power in (1, -1, 0.5, -0.5)
                      if n != 1] if number and number > 1 else ()
-        return set(), not any(abs(value - other) < 1e-6 * other for other in of_number)
+        return set(), is_known and not any(abs(computed - other) < 1e-6 * other for other in of_number)
+    return found, is_known
+
+
+def _number_behind(tensor, model, number):
+    """Returns what `_number` does, of what a tensor is computed of."""
     source = tensor.op
     if source.type in SAME_VALUE + ("Reciprocal", "Inv", "Sub", "IdentityN"):
         return _number(source, tensor.value_index, model, number)
@@ -208,8 +217,11 @@ def _value(tensor, model):
 
 
 def _computed_value(tensor, model):
-    """Returns the one value of what is computed of constants, by arithmetic too; None of data."""
-    op, value = tensor.op, None if tensor.op in model.of_data else _value(tensor, model)
+    """Returns the one value of what is computed of constants, or of sizes that are known, by arithmetic too."""
+    op, value = tensor.op, _value(tensor, model)
+    if op.type == "Unpack" and value is None:
+        values = tf.get_static_value(op.inputs[0])
+        value = None if values is None or values.ndim != 1 else values[tensor.value_index].item()
     if value is None and tensor.shape.num_elements() == 1 and op.type in _ARITHMETIC and op not in model.of_data:
         values = [_computed_value(source, model) for source in (op.inputs[:1] if op.type in SAME_VALUE else op.inputs)]
         value = None if None in values else float(_OF_NUMBERS.get(op.type, np.asarray)(*map(np.float64, values)))
