@@ -378,6 +378,34 @@ def test_bessels_correction_is_that_of_all_towers(layer):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(4, 3))
 
 
+def of_mean_squares(x):
+    mean = tf.reduce_mean(x, [0, 1])
+    return mean, tf.reduce_mean(x ** 2, [0, 1]) - mean ** 2
+
+
+def of_added_squares(x):
+    n = tf.cast(tf.shape(x)[0] * tf.shape(x)[1], x.dtype)
+    mean = tf.reduce_sum(x, [0, 1]) / n
+    return mean, tf.reduce_sum((x - mean) ** 2, [0, 1]) / n
+
+
+CORRECTIONS = {"factor by factor": lambda v, n: v * n / (n - 1), "times a quotient": lambda v, n: v * (n / (n - 1)),
+               "a quotient times": lambda v, n: n / (n - 1) * v, "by a quotient": lambda v, n: v / ((n - 1) / n)}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("moments", [lambda x: tf.nn.moments(x, [0, 1]), of_mean_squares, of_added_squares])
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS))
+def test_bessels_correction_is_that_of_all_towers_however_it_is_written(correction, moments, is_known):
+    def layer(x):
+        x = x if is_known else by_unknown_size(x)
+        mean, variance = moments(x)
+        variance = CORRECTIONS[correction](variance, tf.cast(tf.shape(x)[0] * tf.shape(x)[1], x.dtype))
+        return (x - mean) / tf.sqrt(variance + 1e-3)
+
+    assert_equals_one_batch(tf_syncbn.convert_model(model_of(layer)), batch_of(4, 3), num_towers=3, sizes=SIZES[1])
+
+
 SQUARES = [(of_squares, [3]), (of_sufficient_statistics, [4, 3]), (of_sufficient_statistics_of_unknown_size, [4, 3]),
            (as_in_keras, [4, 3]), (of_shifted_statistics, [4, 3])]
 

@@ -81,8 +81,10 @@ def counts_beside(moments, model):
     return counts
 
 
-def corrected_by(number, variance, model):
+def corrected_by(number, variance, model, counts=()):
     """Returns the ops that give a variance times `number / (number - 1)`, by constants or what is computed of them; a list.
+
+    Constants at the places `counts` are replaced, and make no such factor.
 
     Other factors may stand before these: the share of a moving average, say.
     """
@@ -95,6 +97,9 @@ def corrected_by(number, variance, model):
                 stack.append((consumer.outputs[0], products))
             elif consumer.type in FACTORS:
                 i = 1 if consumer.inputs[0] is tensor else 0
+                if (consumer, i) in counts:
+                    stack.append((consumer.outputs[0], ()))
+                    continue
                 value = None if consumer.inputs[i].op in model.of_data else _computed_value(consumer.inputs[i], model)
                 if not value or i == 0 and consumer.type != "Mul":
                     continue
@@ -107,12 +112,13 @@ def corrected_by(number, variance, model):
     return found
 
 
-def is_corrected(root, sums, model):
+def is_corrected(root, sums, counts, model):
     """Tells whether anything between sums or means and a root that is of them is multiplied by Bessel's correction, a constant.
 
     Args:
       root: operation.
       sums: list of operations, Sums or Means.
+      counts: places of constants that are no such factor, as they become those of all towers.
       model: `tf_syncbn.conversion.layout.Examined`.
     """
     numbers = {number for number in map(_number_added_up, sums) if number and number > 1}
@@ -122,7 +128,7 @@ def is_corrected(root, sums, model):
         stack += [source for source in sources if model.order.get(source, -1) >= first]
         before.update(stack)
     between = descendants(sums, within=before)
-    return any(corrected_by(number, tensor, model) for number in numbers for op in between for tensor in op.outputs[:1]
+    return any(corrected_by(number, tensor, model, counts) for number in numbers for op in between for tensor in op.outputs[:1]
                if tensor.dtype.is_floating)
 
 
@@ -181,9 +187,12 @@ def _number_added_up(op):
 
 def _number(op, i, model, number):
     """Returns the places of a number of examples behind an input, a set of one or none, and whether that is for sure."""
+    of_counts = counts_of(op, i, model)
+    if of_counts:
+        return of_counts, True
     tensor, value, computed = op.inputs[i], _value(op.inputs[i], model), _computed_value(op.inputs[i], model)
     is_number = number and number in (value, computed)
-    if model.layout.is_count(tensor) or is_number and (number > 1 or op.type != "Mul"):
+    if is_number and (number > 1 or op.type != "Mul"):
         return {(op, i)}, True
     if is_number:  # a product with 1, which 1 / n is too
         return set(), False
@@ -200,8 +209,9 @@ def _number_behind(tensor, model, number):
     source = tensor.op
     if source.type in SAME_VALUE + ("Reciprocal", "Inv", "Sub", "IdentityN"):
         return _number(source, tensor.value_index, model, number)
-    if source.type in ("RealDiv", "Div") and (source.inputs[0].op not in model.of_data or counts_of(source, 0, model)):
-        return _number(source, 1, model, number)
+    if source.type in ("RealDiv", "Div") and source.inputs[0].op not in model.of_data:
+        found, is_known = _number(source, 1, model, number)
+        return found.union(_number(source, 0, model, number)[0] if number and number > 1 else ()), is_known
     return set(), source in model.of_data or source in model.of_weights or source not in model.order
 
 

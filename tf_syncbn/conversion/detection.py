@@ -175,7 +175,7 @@ def _sums(root, model, known):
     counts = {place: of_counts for place, of_counts in counts.items() if place not in known}
     unknown = [op.outputs[0] for op in sums if not op.outputs[0].shape.is_fully_defined()]
     trouble = _IN_CONTROL_FLOW if any(map(_is_in_control_flow, sums)) else None
-    if not weights and is_corrected(root, sums, model):
+    if not weights and is_corrected(root, sums, counts, model):
         trouble = ("what it computes of its moments is multiplied by n / (n - 1), where n is a constant, the number of one "
                    "tower's examples: take it of tf.shape, or take moments by tf.nn.moments")
     if unknown:
