@@ -81,7 +81,17 @@ MEANS_OF_KNOWN_SIZE = {
     "a mean of each one's sum": lambda x: tf.reduce_mean([tf.reduce_sum(row) for row in tf.unstack(squares(x))]),
     "a sum of each one's sum": lambda x: tf.add_n(
         [tf.reduce_sum(squares(x)[i]) for i in range(int(x.shape[0]))]) / int(x.shape[0]),
+    "by a weight and it": lambda x: tf.reduce_sum(squares(x)) * (1.0 / B) / int(x.shape[0]),
     "of the flattened": lambda x: tf.reduce_sum(tf.reshape(squares(x), [-1])) / int(x.shape[0])}
+
+# Sums that have a number beside that of the whole batch, as small as that of a tower's examples may be.
+SUMS_AND_FACTORS = {
+    "by the whole batch and 2": lambda x: tf.reduce_sum(squares(x)) / B / 2,
+    "half of it": lambda x: 0.5 * tf.reduce_sum(squares(x)) / B,
+    "half of it by its inverse": lambda x: 0.5 * (tf.reduce_sum(squares(x)) * (1.0 / B)),
+    "a tenth of it": lambda x: 0.1 * tf.reduce_sum(squares(x)) / B,
+    "two times it": lambda x: 2 * tf.reduce_sum(squares(x)) / B,
+    "of entries": lambda x: tf.reduce_sum(squares(x)) / (B * C) / 2}
 
 
 def batch_for(name):
@@ -121,6 +131,25 @@ def test_a_mean_over_examples_is_one_towers_and_passes_in_silence(name, num_towe
 @pytest.mark.parametrize("num_towers,sizes", [(2, None), (3, None), (4, None), (3, [1, 7, 4])])
 def test_a_mean_by_the_number_of_the_towers_own_examples_passes_in_silence(name, num_towers, sizes, silent):
     assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], (X,), num_towers, sizes)
+
+
+@pytest.mark.parametrize("name", sorted(SUMS_AND_FACTORS))
+@pytest.mark.parametrize("num_towers", [3, 6, 12])
+def test_a_factor_beside_the_number_of_the_whole_batch_is_none_of_a_towers_examples(name, num_towers):
+    with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
+        assert_equals_one_batch(SUMS_AND_FACTORS[name], (X,), num_towers)
+
+
+@pytest.mark.parametrize("num_towers", [6, 12])
+def test_a_mean_over_one_or_two_examples_may_have_a_weight(num_towers, silent):
+    for weight in (0.5, 0.25, 0.1, 3.0, 1.0 / B):
+        assert_equals_one_batch(lambda x: weight * tf.reduce_sum(squares(x)) / int(x.shape[0]), (X,), num_towers)
+        assert_equals_one_batch(lambda x: weight * tf.reduce_sum(squares(x)) / (int(x.shape[0]) * C), (X,), num_towers)
+
+
+def test_a_mean_over_as_many_entries_as_the_whole_batch_has_examples_passes_in_silence(silent):
+    assert_equals_one_batch(lambda x: 0.5 * tf.reduce_sum(squares(x)) / int(x.shape[0]) / C, (X[:8],), 2)
+    assert_equals_one_batch(lambda x: tf.reduce_sum(squares(x)) / int(x.shape[0]) / C, (X[:4],), 2)
 
 
 def test_a_sum_over_one_example_of_each_tower_is_said_too():

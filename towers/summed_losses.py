@@ -4,6 +4,7 @@ A model that divides a sum by the batch size, a number of its own, has in N towe
 divided by the number of all: their average is N times too small, and so is every gradient, which no other check would see.
 """
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -19,7 +20,19 @@ _PASSES = frozenset(["Add", "AddV2", "AddN", "Cast", "CheckNumerics", "Identity"
 _RESHAPES = frozenset(["ExpandDims", "Reshape", "Squeeze"])
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
 _MOST_DIVISORS = 6  # whose products are looked at: what a loop discounts step by step would have too many
+_MOST_OF_FACTORS = 2  # examples of a tower that a factor such as 1/2 may stand for by chance
 _GIVEN = VARIABLES | frozenset(["Const", "Placeholder", "PlaceholderWithDefault"])
+
+
+class Divisor(NamedTuple):
+    """A number that a loss is divided by on its way.
+
+    Attributes:
+      number: float.
+      is_factor: bool, whether the loss is multiplied by its inverse.
+    """
+    number: float
+    is_factor: bool
 
 
 def warn_of_sums(losses, towers, stacklevel=3):
@@ -49,7 +62,7 @@ def warn_of_sums(losses, towers, stacklevel=3):
 
 
 def _sums(loss, context):
-    """Yields what is added up along an axis on the way to a loss, and a tuple of the numbers that the sum is divided by."""
+    """Yields what is added up along an axis on the way to a loss, and a tuple of `Divisor` that the sum is divided by."""
     seen, stack = set(), [(loss, ())]
     while stack:
         tensor, divisors = stack.pop()
@@ -65,7 +78,7 @@ def _sums(loss, context):
             stack.extend(_without_factors(inputs, divisors, context))
         elif kind in _DIVIDES and _is_given(inputs[1]):
             number = _number(inputs[1])
-            stack.append((inputs[0], divisors + ((number,) if number else ())))
+            stack.append((inputs[0], divisors + ((Divisor(number, False),) if number else ())))
         elif kind == "Mean" and _is_of_sums(inputs[0]):
             stack.append((inputs[0], divisors))  # over what is no number of examples
         elif kind == "L2Loss":
@@ -91,7 +104,7 @@ def _without_factors(inputs, divisors, context):
     if context.num_towers in numbers or 0 in numbers:
         return []  # a sum, and meant as one; or nothing
     if any(number is not None for number in numbers):
-        more = tuple(1 / number for number in numbers if number)
+        more = tuple(Divisor(1 / number, True) for number in numbers if number)
         return [(tensor, divisors + more) for tensor, number in zip(inputs, numbers) if number is None]
     own = [tensor for tensor in inputs if takes_own_data([tensor], context)]
     return [(own[0], divisors)] if len(own) == 1 and all(_is_given(tensor) for tensor in inputs if tensor is not own[0]) else []
@@ -114,16 +127,34 @@ def _is_a_mean(summed, divisors, sizes):
     """Tells whether a sum along the examples, divided by some numbers, may be divided by how many the tower has.
 
     That is where some of the numbers together are a multiple of the tower's examples and none of the whole batch's, or the
-    number of what is added up along the batch's axis and any others: a sum over [2, 7, 3] divided by 2, 14, 6 or 42.
+    number of what is added up along the batch's axis and any others: a sum over [2, 7, 3] divided by 2, 14, 6 or 42. Beside a
+    division by the number of the whole batch's examples a factor is none of the tower's, and nothing is where that is 1 or 2.
     """
     shape = summed.shape.as_list()
     own = [size for size in sizes if shape[0] is not None and shape[0] % size == 0]
     if not own:  # the model could not know
         return False
     size, whole = max(own), sizes[max(own)]
-    means = [size * number for number in products([shape[0] // size] + shape[1:])]
-    return any(_is_multiple(number, size) and not _is_multiple(number, whole)
-               or any(abs(number / mean - 1) < 1e-6 for mean in means) for number in products(divisors, fewest=1))
+    others = products([shape[0] // size] + shape[1:])
+    of_whole = [divisor for divisor in divisors if _is_of(divisor.number, whole, others)]
+    are_factors = all(divisor.is_factor for divisor in of_whole)
+    believed = [divisor for divisor in divisors if are_factors or not divisor.is_factor]
+    beside = [divisor for divisor in believed if divisor not in of_whole]
+    if any(_is_of(number, size, others) for number in _products(believed) - _products(beside)):
+        return True
+    if of_whole and size <= _MOST_OF_FACTORS:
+        beside = [divisor for divisor in beside if are_factors and not divisor.is_factor]
+    return any(_is_multiple(number, size) and not _is_multiple(number, whole) or _is_of(number, size, others)
+               for number in _products(beside))
+
+
+def _products(divisors):
+    return products([divisor.number for divisor in divisors], fewest=1)
+
+
+def _is_of(number, size, others):
+    """Tells whether a number is that of some examples, or of what they and other axes have together."""
+    return any(abs(abs(number) / (size * other) - 1) < 1e-6 for other in others)
 
 
 def _is_multiple(number, of):
