@@ -46,6 +46,8 @@ SUMS = {
     "and a decay": lambda x: tf.add_n([tf.reduce_sum(squares(x)[:, 0]) / B, decay()]),
     "beside a mean": lambda x: tf.reduce_mean(squares(x)) - 0.1 * tf.reduce_sum(x * squares(x)) / 77,
     "of tf.losses": lambda x: tf.losses.mean_squared_error(x, squares(x), reduction="weighted_sum"),
+    "of pairs by tf.losses": lambda x: tf.losses.mean_pairwise_squared_error(x, squares(x)),
+    "where there is any": lambda x: tf.where(tf.size(x) > 0, tf.reduce_sum(squares(x)) / B, 0.0),
     "of a product": lambda x: tf.reduce_sum(tf.matmul(squares(x), tf.ones([C, 3], tf.float64))) / (3 * B),
     "of means": lambda x: tf.reduce_sum(tf.reduce_mean(squares(x), 1)) / B,
     "a mean of sums": lambda x: tf.reduce_mean([tf.reduce_sum(squares(x)), tf.nn.l2_loss(squares(x))]) / B,
@@ -68,6 +70,10 @@ MEANS = {
     "of tf.losses": lambda x: tf.losses.mean_squared_error(x, squares(x)),
     "of tf.losses over the batch": lambda x: tf.losses.absolute_difference(
         x, squares(x), reduction="weighted_sum_over_batch_size"),
+    "where there is any": lambda x: tf.where(
+        tf.size(x) > 0, tf.reduce_sum(squares(x)) / tf.cast(tf.shape(x)[0], tf.float64), tf.zeros([], tf.float64)),
+    "of pairs by tf.losses and their number": lambda x: tf.losses.mean_pairwise_squared_error(x, squares(x)) / tf.cast(
+        tf.shape(x)[0], x.dtype),
     "of the sum of all": lambda x: towers.all_reduce(tf.reduce_sum(squares(x))) / B,
     "times the towers": lambda x: tf.reduce_sum(squares(x)) / B * towers.current_tower().num_towers}
 

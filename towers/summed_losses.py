@@ -79,6 +79,8 @@ def _sums(loss, context):
         elif kind in _DIVIDES and _is_given(inputs[1]):
             number = _number(inputs[1])
             stack.append((inputs[0], divisors + ((Divisor(number, False),) if number else ())))
+        elif kind in ("Select", "SelectV2") and inputs[0].shape.rank == 0 and any(map(_is_zero, inputs[1:])):
+            stack.extend((source, divisors) for source in inputs[1:])
         elif kind == "Mean" and _is_of_sums(inputs[0]):
             stack.append((inputs[0], divisors))  # over what is no number of examples
         elif kind == "L2Loss":
@@ -114,6 +116,10 @@ def _number(tensor):
     """Returns the value of a scalar that is known, else None."""
     value = tf.get_static_value(tensor)
     return float(value) if value is not None and np.size(value) == 1 else None
+
+
+def _is_zero(tensor):
+    return tensor.op.type == "ZerosLike" or _number(tensor) == 0
 
 
 def _is_given(tensor):
