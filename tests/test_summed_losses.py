@@ -12,6 +12,7 @@ from towers.testing import assert_equals_one_batch
 B, C = 12, 4
 X = np.random.RandomState(3).randn(B, C)
 WORDS = "is a sum over the tower's examples"
+OF_VARIABLES = "divides what is of variables alone"
 
 
 def weights(dtype=tf.float64):
@@ -29,6 +30,17 @@ def mean_of_norms(x):
 
 def decay():
     return 0.01 * tf.reduce_sum(tf.square(weights()))
+
+
+def number(x):
+    return tf.cast(tf.shape(x)[0], x.dtype)
+
+
+def counted(x):
+    """A mean over the examples that count, with a decay that is divided by their number too."""
+    mask = tf.cast(x[:, 1] > -0.5, x.dtype)
+    return {"weight": tf.reduce_sum(mask),
+            "loss": (decay() + tf.reduce_sum(mask * squares(x)[:, 0])) / tf.maximum(tf.reduce_sum(mask), 1)}
 
 
 def fed(x):
@@ -99,6 +111,32 @@ SUMS_AND_FACTORS = {
     "two times it": lambda x: 2 * tf.reduce_sum(squares(x)) / B,
     "of entries": lambda x: tf.reduce_sum(squares(x)) / (B * C) / 2}
 
+# Weight decays that are divided by the number of a tower's examples.
+DECAYS = {
+    "beside a sum": lambda x: (decay() + tf.reduce_sum(squares(x))) / number(x),
+    "beside two": lambda x: tf.add_n([tf.reduce_sum(squares(x)), decay(), 0.1 * tf.nn.l2_loss(squares(x))]) / number(x),
+    "a root": lambda x: tf.div_no_nan(tf.reduce_sum(squares(x)) + 0.1 * tf.norm(weights()), number(x)),
+    "weighed after": lambda x: 0.5 * ((decay() + tf.reduce_sum(squares(x))) / number(x)),
+    "by what is counted": counted}
+DECAYS_OF_KNOWN_SIZE = {
+    "by a number": lambda x: (decay() + tf.reduce_sum(squares(x))) / int(x.shape[0]),
+    "times one over it": lambda x: (1.0 / int(x.shape[0])) * (decay() + tf.reduce_sum(squares(x))),
+    "by the number of entries": lambda x: (decay() + tf.reduce_sum(squares(x))) / (int(x.shape[0]) * C)}
+DECAYS_OF_UNKNOWN_SIZE = {"alone": lambda x: tf.reduce_mean(squares(x)) + decay() / number(x)}
+
+RIGHT_DECAYS = {
+    "beside a mean": lambda x: 0.5 * (decay() + tf.reduce_mean(squares(x))),
+    "beside a sum by the number": lambda x: (decay() + tf.reduce_sum(squares(x)) / number(x)) / C,
+    "by the towers": lambda x: (decay() / towers.current_tower().num_towers + tf.reduce_sum(squares(x))) / number(x),
+    "by all examples": lambda x: tf.reduce_mean(squares(x)) + decay() / towers.all_reduce(number(x)),
+    "times the number": lambda x: (number(x) * decay() + tf.reduce_sum(squares(x))) / number(x),
+    "of each example": lambda x: tf.reduce_sum(squares(x) + decay()) / (C * number(x)),
+    "by a sum of weights": lambda x: decay() / tf.reduce_sum(tf.square(weights())) + tf.reduce_sum(squares(x)) / number(x)}
+RIGHT_DECAYS_OF_KNOWN_SIZE = {
+    "times a number": lambda x: (int(x.shape[0]) * decay() + tf.reduce_sum(squares(x))) / int(x.shape[0]),
+    "and a mean by a number": lambda x: 0.5 * (decay() + tf.reduce_sum(squares(x)) / int(x.shape[0])),
+    "by a number as large": lambda x: decay() / 4 + tf.reduce_sum(squares(x)) / int(x.shape[0])}
+
 
 def batch_for(name):
     """Returns the batch, in float32 for what computes in it always."""
@@ -109,7 +147,7 @@ def batch_for(name):
 def silent():
     """Makes our warning an error."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + WORDS)
+        warnings.filterwarnings("error", message=".*(%s|%s)" % (WORDS, OF_VARIABLES))
         yield
 
 
@@ -137,6 +175,28 @@ def test_a_mean_over_examples_is_one_towers_and_passes_in_silence(name, num_towe
 @pytest.mark.parametrize("num_towers,sizes", [(2, None), (3, None), (4, None), (3, [1, 7, 4])])
 def test_a_mean_by_the_number_of_the_towers_own_examples_passes_in_silence(name, num_towers, sizes, silent):
     assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], (X,), num_towers, sizes)
+
+
+def models_of(name, either, known, unknown=()):
+    if name in either:
+        return [either[name], of_unknown_size(either[name])]
+    return [known[name] if name in known else of_unknown_size(unknown[name])]
+
+
+@pytest.mark.parametrize("name", sorted({**DECAYS, **DECAYS_OF_KNOWN_SIZE, **DECAYS_OF_UNKNOWN_SIZE}))
+@pytest.mark.parametrize("sizes", [[6, 6], [3, 5, 4], [2] * 6])
+def test_a_decay_by_the_number_of_a_towers_examples_is_several_times_that_of_one_tower_and_is_said(name, sizes):
+    for model in models_of(name, DECAYS, DECAYS_OF_KNOWN_SIZE, DECAYS_OF_UNKNOWN_SIZE):
+        with pytest.warns(UserWarning, match=OF_VARIABLES + r".* come to %d times" % len(sizes)):
+            with pytest.raises(AssertionError):
+                assert_equals_one_batch(model, (X,), len(sizes), sizes)
+
+
+@pytest.mark.parametrize("name", sorted({**RIGHT_DECAYS, **RIGHT_DECAYS_OF_KNOWN_SIZE}))
+@pytest.mark.parametrize("num_towers", [2, 3, 6])
+def test_a_decay_beside_a_mean_is_one_towers_and_passes_in_silence(name, num_towers, silent):
+    for model in models_of(name, RIGHT_DECAYS, RIGHT_DECAYS_OF_KNOWN_SIZE):
+        assert_equals_one_batch(model, (X,), num_towers)
 
 
 @pytest.mark.parametrize("name", sorted(SUMS_AND_FACTORS))

@@ -4,12 +4,13 @@ A model that divides a sum by the batch size, a number of its own, has in N towe
 divided by the number of all: their average is N times too small, and so is every gradient, which no other check would see.
 """
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.along_examples import lies_along_examples, products, reduces_first_axis, sizes_of_examples
+from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES
 from towers.own_data import takes_own_data
 
@@ -21,22 +22,26 @@ _RESHAPES = frozenset(["ExpandDims", "Reshape", "Squeeze"])
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
 _MOST_DIVISORS = 6  # whose products are looked at: what a loop discounts step by step would have too many
 _MOST_OF_FACTORS = 2  # examples of a tower that a factor such as 1/2 may stand for by chance
+_OF_WEIGHTS = frozenset(["L2Loss", "Sqrt", "Square"])  # what decays end with, beside sums and means
+_OF_NUMBERS = frozenset(["Add", "AddV2", "Cast", "Identity", "Maximum", "Mul", "Reshape"])
 _GIVEN = VARIABLES | frozenset(["Const", "Placeholder", "PlaceholderWithDefault"])
 
 
 class Divisor(NamedTuple):
-    """A number that a loss is divided by on its way.
+    """What a loss is divided by on its way.
 
     Attributes:
-      number: float.
-      is_factor: bool, whether the loss is multiplied by its inverse.
+      number: float; None for the number of the tower's own examples, or of what it counts among them.
+      kind: str, "factor" where the loss is multiplied by its inverse, "size" where the graph takes it of a tensor, else "number".
+      name: str, the name of the op that divides.
     """
-    number: float
-    is_factor: bool
+    number: Optional[float]
+    kind: str
+    name: str
 
 
 def warn_of_sums(losses, towers, stacklevel=3):
-    """Warns, once, if tower 0's loss is a sum over its examples, divided by nothing that grows with them.
+    """Warns, once, if tower 0's loss is a sum over its examples, divided by nothing that grows with them, or what has none is.
 
     Only what is sure is said: nothing of losses whose sums go through more than additions and a few multiplications by numbers,
     nor of one that is multiplied by the number of towers, or divided by the tower's own number of examples, a tensor or an int.
@@ -50,66 +55,121 @@ def warn_of_sums(losses, towers, stacklevel=3):
     if num_towers == 1:
         return
     sizes = sizes_of_examples(towers)
-    for summed, divisors in _sums(losses[0], context):
-        if lies_along_examples(summed, context) and not _is_a_mean(summed, divisors, sizes):
+    means, others = [], []
+    for term, divisors, is_sum in _terms(losses[0], context):
+        if not is_sum:
+            others.append((term, divisors))
+        elif not lies_along_examples(term, context):
+            continue
+        elif _is_a_mean(term, divisors, sizes):
+            means.append((term, divisors))
+        else:
             warnings.warn(
                 "The loss of a tower (%r) is a sum over the tower's examples (%r), divided by nothing of the tower's, and towers "
                 "average their losses: over %d towers it and its gradients come to 1/%d of those of one tower on the whole "
                 "batch. Take tf.reduce_mean, or divide by the tower's own number of examples, tf.shape(x)[0]; a loss that is "
                 "meant as a sum is multiplied by towers.current_tower().num_towers."
-                % (losses[0].name, summed.name, num_towers, num_towers), stacklevel=stacklevel)
+                % (losses[0].name, term.name, num_towers, num_towers), stacklevel=stacklevel)
             return
+    divided = next((term for term in _divided_by_examples(others, means, sizes, num_towers)
+                    if _is_of_variables(term, context)), None)
+    if divided is not None:
+        warnings.warn(
+            "The loss of a tower (%r) divides what is of variables alone (%r), a weight decay say, by the number of the tower's "
+            "own examples: over %d towers it and its gradients come to %d times those of one tower on the whole batch. Add it to "
+            "the mean over the examples, decay + tf.reduce_mean(losses), or divide it by the number of all towers' examples, "
+            "towers.all_reduce(tf.shape(x)[0])." % (losses[0].name, divided.name, num_towers, num_towers), stacklevel=stacklevel)
 
 
-def _sums(loss, context):
-    """Yields what is added up along an axis on the way to a loss, and a tuple of `Divisor` that the sum is divided by."""
-    seen, stack = set(), [(loss, ())]
+def _terms(loss, context):
+    """Yields the terms of a loss, (tensor, divisors, is_sum).
+
+    - A tensor: what is added up along its first axis, if `is_sum`; else a term that is no sum, or one of no examples.
+    - A tuple of `Divisor`, what the loss divides it by.
+    """
+    seen, stack = set(), [(loss, (), False)]
     while stack:
-        tensor, divisors = stack.pop()
+        tensor, divisors, is_within = stack.pop()  # a sum, which repeats what is added to its examples
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
-        if (tensor.name, divisors) in seen or len(divisors) > _MOST_DIVISORS:
+        if (tensor.name, divisors, is_within) in seen or len(divisors) > _MOST_DIVISORS:
             continue
-        seen.add((tensor.name, divisors))
+        seen.add((tensor.name, divisors, is_within))
+        following = []
         if kind in _RESHAPES:
-            stack.append((inputs[0], divisors))
+            following = [(inputs[0], divisors)]
         elif kind in _PASSES:
-            stack.extend((source, divisors) for source in inputs)
+            following = [(source, divisors) for source in inputs]
         elif kind == "Mul":
-            stack.extend(_without_factors(inputs, divisors, context))
-        elif kind in _DIVIDES and _is_given(inputs[1]):
-            number = _number(inputs[1])
-            stack.append((inputs[0], divisors + ((Divisor(number, False),) if number else ())))
+            following = _without_factors(tensor.op, divisors, context)
+        elif kind in _DIVIDES and (_is_given(inputs[1]) or _size(inputs[1], context) is not None):
+            following = [(inputs[0], divisors + _divisor(inputs[1], tensor.op, context))]
         elif kind in ("Select", "SelectV2") and inputs[0].shape.rank == 0 and any(map(_is_zero, inputs[1:])):
-            stack.extend((source, divisors) for source in inputs[1:])
+            following = [(source, divisors) for source in inputs[1:]]
         elif kind == "Mean" and _is_of_sums(inputs[0]):
-            stack.append((inputs[0], divisors))  # over what is no number of examples
-        elif kind == "L2Loss":
-            yield inputs[0], divisors
-        elif kind == "Sum":
-            reduces = reduces_first_axis(tensor.op)
-            if reduces:
-                yield inputs[0], divisors
-            if reduces is not None:
-                stack.append((inputs[0], divisors))  # over classes, say: of what lies along the examples still
+            following = [(inputs[0], divisors)]  # over what is no number of examples
+        elif kind == "L2Loss" or kind == "Sum" and reduces_first_axis(tensor.op):
+            yield inputs[0], divisors, True
+        if kind == "Sum" and reduces_first_axis(tensor.op) is not None:
+            following = [(inputs[0], divisors)]  # over classes, say: of what lies along the examples still
+        adds_up = kind in ("Mean", "Sum") and not _is_list(inputs[0])
+        if divisors and not is_within and (adds_up or kind in _OF_WEIGHTS):
+            yield tensor, divisors, False
+        is_within = is_within or adds_up
+        stack.extend((source, by, is_within) for source, by in following)
+
+
+def _is_list(tensor):
+    """Tells whether a tensor holds a list of scalars."""
+    while tensor.op.type in _RESHAPES:
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "Pack" and all(source.shape.rank == 0 for source in tensor.op.inputs)
 
 
 def _is_of_sums(tensor):
     """Tells whether a tensor holds a list of scalars, or sums along an axis, so that its mean is none over examples."""
+    if _is_list(tensor):
+        return True
     while tensor.op.type in _RESHAPES:
         tensor = tensor.op.inputs[0]
-    is_list = tensor.op.type == "Pack" and all(source.shape.rank == 0 for source in tensor.op.inputs)
-    return is_list or tensor.op.type == "Sum" and reduces_first_axis(tensor.op) is True and tensor.shape.is_fully_defined()
+    return tensor.op.type == "Sum" and reduces_first_axis(tensor.op) is True and tensor.shape.is_fully_defined()
 
 
-def _without_factors(inputs, divisors, context):
+def _without_factors(op, divisors, context):
+    """Returns what a product is of besides numbers, and all that this is divided by: a list of (tensor, divisors)."""
+    inputs = list(op.inputs)
     numbers = [_number(tensor) for tensor in inputs]
     if context.num_towers in numbers or 0 in numbers:
         return []  # a sum, and meant as one; or nothing
     if any(number is not None for number in numbers):
-        more = tuple(Divisor(1 / number, True) for number in numbers if number)
+        more = tuple(Divisor(1 / number, "factor", op.name) for number in numbers if number)
         return [(tensor, divisors + more) for tensor, number in zip(inputs, numbers) if number is None]
     own = [tensor for tensor in inputs if takes_own_data([tensor], context)]
     return [(own[0], divisors)] if len(own) == 1 and all(_is_given(tensor) for tensor in inputs if tensor is not own[0]) else []
+
+
+def _divisor(tensor, op, context):
+    """Returns what an op divides by, a tuple of `Divisor`, empty where that may be any number or 0."""
+    number, size = _number(tensor), _size(tensor, context)
+    if size is not None:
+        return Divisor(None if tf.is_tensor(size) else float(size), "size", op.name),
+    return (Divisor(number, "number", op.name),) if number else ()
+
+
+def _size(tensor, context):
+    """Returns the number that a tensor takes of a shape, an int; itself if it counts the tower's examples; else None."""
+    while tensor.op.type in _OF_NUMBERS:
+        sources = [source for source in tensor.op.inputs if _number(source) is None]
+        if len(sources) != 1:
+            return None
+        tensor = sources[0]
+    op = tensor.op
+    if op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1 and op.inputs[0].dtype.is_integer:
+        shape, first = op.inputs[0].op, tf.get_static_value(op.inputs[1])
+        if shape.type == "Const" and first is not None:
+            return int(tf.get_static_value(shape.outputs[0])[int(first[0])])
+        return tensor if shape.type == "Shape" and first == [0] and lies_along_examples(shape.inputs[0], context) else None
+    counts = op.type == "Size" or op.type == "Sum" and reduces_first_axis(op)
+    return tensor if counts and lies_along_examples(op.inputs[0], context) else None
 
 
 def _number(tensor):
@@ -138,20 +198,64 @@ def _is_a_mean(summed, divisors, sizes):
     """
     shape = summed.shape.as_list()
     own = [size for size in sizes if shape[0] is not None and shape[0] % size == 0]
+    if any(divisor.kind == "size" and (divisor.number is None or not own or divisor.number % max(own) == 0)
+           for divisor in divisors):
+        return True
     if not own:  # the model could not know
         return False
     size, whole = max(own), sizes[max(own)]
     others = products([shape[0] // size] + shape[1:])
     of_whole = [divisor for divisor in divisors if _is_of(divisor.number, whole, others)]
-    are_factors = all(divisor.is_factor for divisor in of_whole)
-    believed = [divisor for divisor in divisors if are_factors or not divisor.is_factor]
+    are_factors = all(divisor.kind == "factor" for divisor in of_whole)
+    believed = [divisor for divisor in divisors if are_factors or divisor.kind != "factor"]
     beside = [divisor for divisor in believed if divisor not in of_whole]
     if any(_is_of(number, size, others) for number in _products(believed) - _products(beside)):
         return True
     if of_whole and size <= _MOST_OF_FACTORS:
-        beside = [divisor for divisor in beside if are_factors and not divisor.is_factor]
+        beside = [divisor for divisor in beside if are_factors and divisor.kind != "factor"]
     return any(_is_multiple(number, size) and not _is_multiple(number, whole) or _is_of(number, size, others)
                for number in _products(beside))
+
+
+def _divided_by_examples(others, means, sizes, num_towers):
+    """Yields those terms that are divided by the number of a tower's examples, or by what makes a sum beside them a mean.
+
+    Args:
+      others: list of (tensor, divisors), terms that are no sums over the examples.
+      means: list of (tensor, divisors), those that are, by the tower's number.
+      sizes: dict, see `sizes_of_examples`.
+      num_towers: int; what is divided by that too is meant as it is.
+    """
+    def is_undone(divisors):
+        return any(divisor.kind == "number" and divisor.number == num_towers for divisor in divisors) or any(
+            _is_multiple(1 / number, size) for number in _products(divisors) for size in sizes)
+
+    for term, divisors in others:
+        for summed, of_mean in means:
+            shared, apart = _parted(of_mean, divisors)
+            if (shared and _is_a_mean(summed, shared, sizes) and not _is_a_mean(summed, apart, sizes)
+                    and not is_undone(_parted(divisors, of_mean)[1])):
+                yield term
+        if any(divisor.number is None for divisor in divisors) and not is_undone(divisors):
+            yield term
+
+
+def _parted(divisors, others):
+    return [divisor for divisor in divisors if divisor in others], [divisor for divisor in divisors if divisor not in others]
+
+
+def _is_of_variables(tensor, context):
+    """Tells whether a tensor is of variables and numbers, none of which is taken of a shape, the batch's perhaps."""
+    if takes_own_data([tensor], context):
+        return False
+    seen, stack = set(), [tensor.op]
+    while stack:
+        op = stack.pop()
+        if op not in seen:
+            seen.add(op)
+            stack.extend(source.op for source in op.inputs)
+    return any(op.type in VARIABLES for op in seen) and not any(
+        op.type == "StridedSlice" or op in context.meetings.stand_ins or stands_at_exchange(op) for op in seen)
 
 
 def _products(divisors):
