@@ -24,6 +24,10 @@ def squares(x):
     return tf.square(tf.sin(x * weights(x.dtype)) - 0.3)
 
 
+def curves(x):
+    return tf.cos(x * weights(x.dtype))
+
+
 def mean_of_norms(x):
     return tf.reduce_mean(tf.sqrt(tf.reduce_sum(squares(x), 1)))
 
@@ -65,6 +69,12 @@ SUMS = {
     "a mean of sums": lambda x: tf.reduce_mean([tf.reduce_sum(squares(x)), tf.nn.l2_loss(squares(x))]) / B,
     "a sum of a mean of sums": lambda x: tf.reduce_sum([tf.reduce_mean([tf.nn.l2_loss(x - squares(x))])]) / B,
     "a mean over classes of sums": lambda x: tf.reduce_mean(tf.reduce_sum(squares(x), 0)) / B,
+    "of products by tf.einsum": lambda x: tf.einsum("bt,bt->", squares(x), curves(x)) / B,
+    "of products with a mask by tf.einsum": lambda x: tf.einsum("bt,b->", curves(x), x[:, 0]) / B,
+    "by weights in tf.einsum": lambda x: tf.einsum("bt,t->", squares(x), weights()) / B,
+    "of products by tf.tensordot": lambda x: tf.tensordot(squares(x), curves(x), [[0, 1], [0, 1]]) / B,
+    "of products by tf.matmul": lambda x: tf.reduce_sum(tf.matmul(squares(x), curves(x), transpose_a=True)) / B,
+    "of what is divided": lambda x: tf.reduce_sum(squares(x) / B),
     "in the graph of a dict": lambda x: {"loss": tf.reduce_sum(squares(x)) / B, "weight": tf.shape(x)[0]}}
 
 MEANS = {
@@ -76,6 +86,13 @@ MEANS = {
     "a sum of means, turned": lambda x: tf.reduce_sum(tf.reduce_mean(tf.transpose(squares(x)), 1)),
     "a sum of products of all examples": lambda x: tf.reduce_sum(
         tf.matmul(x, squares(x), transpose_a=True) / tf.cast(tf.shape(x)[0], tf.float64)),
+    "of products by tf.einsum": lambda x: tf.einsum("bt,bt->", squares(x), curves(x)) / number(x),
+    "of products of each one by tf.einsum": lambda x: tf.reduce_mean(tf.einsum("bt,t->b", squares(x), weights())),
+    "of products of parts by tf.einsum": lambda x: tf.einsum("bt,bt->", squares(x), curves(x) / number(x)),
+    "of products by tf.tensordot": lambda x: tf.tensordot(squares(x), curves(x) / number(x), [[0, 1], [0, 1]]),
+    "of products by tf.matmul": lambda x: tf.reduce_sum(tf.matmul(squares(x) / number(x), curves(x), transpose_a=True)),
+    "of what is divided": lambda x: tf.reduce_sum(squares(x) / number(x)),
+    "of what is multiplied": lambda x: tf.reduce_sum(tf.reduce_sum(squares(x) * (1 / number(x)), 1)),
     "a mean of means": lambda x: tf.reduce_mean([tf.reduce_mean(squares(x)), tf.reduce_mean(x * squares(x))]),
     "with a decay": lambda x: mean_of_norms(x) + decay() / B,
     "beside a sum times 0": lambda x: tf.reduce_mean(squares(x)) + 0 * tf.reduce_sum(squares(x)),
@@ -100,6 +117,7 @@ MEANS_OF_KNOWN_SIZE = {
     "a sum of each one's sum": lambda x: tf.add_n(
         [tf.reduce_sum(squares(x)[i]) for i in range(int(x.shape[0]))]) / int(x.shape[0]),
     "by a weight and it": lambda x: tf.reduce_sum(squares(x)) * (1.0 / B) / int(x.shape[0]),
+    "of what is divided": lambda x: tf.reduce_sum(squares(x) / int(x.shape[0])),
     "of the flattened": lambda x: tf.reduce_sum(tf.reshape(squares(x), [-1])) / int(x.shape[0])}
 
 # Sums that have a number beside that of the whole batch, as small as that of a tower's examples may be.
@@ -216,6 +234,18 @@ def test_a_mean_over_one_or_two_examples_may_have_a_weight(num_towers, silent):
 def test_a_mean_over_as_many_entries_as_the_whole_batch_has_examples_passes_in_silence(silent):
     assert_equals_one_batch(lambda x: 0.5 * tf.reduce_sum(squares(x)) / int(x.shape[0]) / C, (X[:8],), 2)
     assert_equals_one_batch(lambda x: tf.reduce_sum(squares(x)) / int(x.shape[0]) / C, (X[:4],), 2)
+
+
+@pytest.mark.parametrize("product", [
+    lambda y: tf.tensordot(y, y, [[0], [0]]), lambda y: tf.einsum("bi,bj->ij", y, y)], ids=["tensordot", "einsum"])
+def test_a_covariance_by_the_number_of_examples_is_no_sum(product, silent):
+    def model(x):
+        return tf.reduce_sum(tf.square(product(squares(x)) / number(x)))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*so it is no mean over examples")
+        build(model, (X,), 2)
+        build(of_unknown_size(model), (X,), 2)
 
 
 def test_a_sum_over_one_example_of_each_tower_is_said_too():

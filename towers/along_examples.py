@@ -42,6 +42,8 @@ def lies_along_examples(tensor, context):
         if op in seen or tensor.shape.rank == 0 or op in context.meetings.stand_ins or stands_at_exchange(op) or _turns(op):
             continue
         seen.add(op)
+        if op.type in SIZES:  # how many examples there are, which is none of them
+            continue
         stack.extend(op.inputs[:1] if op.type == "MatMul" else op.inputs)
     return False
 
@@ -53,6 +55,9 @@ def _turns(op):
     if op.type == "Transpose":
         order = tf.get_static_value(op.inputs[1])
         return order is None or len(order) > 0 and order[0] != 0
+    if op.type == "Einsum":
+        labels, _, of_output = op.get_attr("equation").decode().partition("->")
+        return not of_output or of_output[0] not in [of_input[:1] for of_input in labels.split(",")]
     if op.type == "StridedSlice":
         return bool((op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1)
     return op.type == "MatMul" and op.get_attr("transpose_a") or op.type == "Unpack" and op.get_attr("axis") == 0

@@ -61,7 +61,7 @@ def warn_of_sums(losses, towers, stacklevel=3):
             others.append((term, divisors))
         elif not lies_along_examples(term, context):
             continue
-        elif _is_a_mean(term, divisors, sizes):
+        elif _is_a_mean(term, divisors, sizes) or _is_a_mean(term, divisors + _divisors_within(term, context), sizes):
             means.append((term, divisors))
         else:
             warnings.warn(
@@ -107,6 +107,12 @@ def _terms(loss, context):
             following = [(source, divisors) for source in inputs[1:]]
         elif kind == "Mean" and _is_of_sums(inputs[0]):
             following = [(inputs[0], divisors)]  # over what is no number of examples
+        elif kind in ("Einsum", "MatMul"):
+            for summed, other in _contracted(tensor.op):
+                if other is None:
+                    yield summed, divisors, True
+                elif takes_own_data([other], context):
+                    yield summed, divisors + _divisors_within(other, context), True
         elif kind == "L2Loss" or kind == "Sum" and reduces_first_axis(tensor.op):
             yield inputs[0], divisors, True
         if kind == "Sum" and reduces_first_axis(tensor.op) is not None:
@@ -132,6 +138,42 @@ def _is_of_sums(tensor):
     while tensor.op.type in _RESHAPES:
         tensor = tensor.op.inputs[0]
     return tensor.op.type == "Sum" and reduces_first_axis(tensor.op) is True and tensor.shape.is_fully_defined()
+
+
+def _contracted(op):
+    """Yields (summed, other), what a product of tensors adds up along its first axis, and by what there, None by nothing."""
+    if op.type == "Einsum":
+        labels, _, of_output = op.get_attr("equation").decode().partition("->")
+        labels = labels.split(",")
+        first = labels[0][:1]
+        if len(labels) == 2 and first != "." and first not in of_output:
+            if first not in labels[1]:
+                yield op.inputs[0], None
+            elif first == labels[1][0]:
+                yield op.inputs[0], op.inputs[1]
+    elif op.get_attr("transpose_a"):
+        yield op.inputs[0], op.inputs[1]
+    elif not op.get_attr("transpose_b"):
+        yield op.inputs[1], op.inputs[0]
+
+
+def _divisors_within(tensor, context):
+    """Returns the numbers that a tensor is divided by in its turn, or that some terms of it are: a tuple of `Divisor`."""
+    found, seen, stack = (), set(), [tensor]
+    while stack and len(found) < _MOST_DIVISORS:
+        op = stack.pop().op
+        if op in seen:
+            continue
+        seen.add(op)
+        if op.type in _DIVIDES:
+            found += _divisor(op.inputs[1], op, context)
+        elif op.type == "Mul":
+            found += tuple(Divisor(1 / number, "factor", op.name) for number in map(_number, op.inputs) if number)
+        if op.type in _PASSES or op.type == "Mul":
+            stack.extend(op.inputs)
+        elif op.type in _RESHAPES or op.type in _DIVIDES or op.type in ("Mean", "Sum", "Transpose"):
+            stack.append(op.inputs[0])
+    return found
 
 
 def _without_factors(op, divisors, context):
