@@ -99,6 +99,69 @@ def test_a_collection_of_the_models_own_holds_a_towers_own_items_and_all_of_them
     assert run(again.loss) == pytest.approx(2 * (X ** 2).mean())
 
 
+def scoped(find):
+    def model(x):
+        for scope in ("policy", "value"):
+            with tf.variable_scope(scope, dtype=tf.float64, regularizer=tf.nn.l2_loss):
+                y = tf.tanh(x * tf.get_variable("w", [3], initializer=tf.ones_initializer()))
+                tf.losses.add_loss(tf.reduce_mean(y ** 2))
+                tf.add_to_collection("mine", tf.reduce_mean(y, name="mean"))
+        return tf.reduce_mean(tf.square(y - x)) + tf.add_n(find())
+    return model
+
+
+@pytest.mark.parametrize("find,count", [
+    (lambda: tf.get_collection("mine", "policy"), 1),
+    (lambda: tf.get_collection("mine", "policy/"), 1),
+    (lambda: tf.get_collection("mine", ".*mean"), 2),
+    (lambda: tf.get_collection("mine", "(?!policy)"), 1),
+    (lambda: tf.get_default_graph().get_collection("mine", scope="value"), 1),
+    (lambda: tf.get_collection("mine", tf.get_default_graph().get_name_scope()), 2),
+    (lambda: tf.losses.get_losses("policy"), 1),
+    (lambda: [tf.losses.get_total_loss(scope="policy")], 1),
+    (lambda: tf.losses.get_regularization_losses("policy"), 1),
+    (lambda: [tf.nn.l2_loss(v) for v in tf.trainable_variables("policy")], 1)])
+def test_what_is_asked_for_by_scope_is_found_as_in_one_tower(find, count):
+    found = []
+
+    def counted():
+        found.append(find())
+        return found[-1]
+
+    assert_equals_one_batch(scoped(counted), (X,), 3)
+    assert_equals_one_batch(scoped(counted), (X,), 2, [1, 6])
+    assert {len(items) for items in found} == {count}
+
+
+def test_no_scope_finds_what_has_no_name_or_is_of_another():
+    def model(x):
+        tf.add_to_collection("mine", "policy")
+        tf.add_to_collection("mine", tf.reduce_mean(x, name="policies"))
+        assert not tf.get_collection("mine", "policy$") and not tf.get_collection("mine", "tower_0/policy")
+        assert not tf.get_collection("nobody's", "policy") and len(tf.get_collection("mine", "poli")) == 1
+        return tf.reduce_mean(x)
+
+    with tf.name_scope("poli"):  # which a model without towers would have in its names too
+        build(model, (X,), 2)
+
+
+def test_afterwards_a_scope_is_asked_for_by_the_names_that_are():
+    before = tf.get_default_graph().get_collection
+    for fails in (False, True):
+        def model(x):
+            tf.add_to_collection("mine", tf.reduce_mean(x, name="policy"))
+            if fails:
+                raise KeyError("the model's own")
+            return tf.reduce_mean(x)
+
+        try:
+            build(model, (X,), 2)
+        except KeyError:
+            pass
+        assert len(tf.get_collection("mine", "tower_1/policy")) == 1 and not tf.get_collection("mine", "policy")
+        assert tf.get_default_graph().get_collection == before
+
+
 def test_a_saver_made_by_the_model_saves_the_variables_so_far_in_every_tower():
     saved = []
 

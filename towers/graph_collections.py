@@ -2,7 +2,8 @@
 
 While a tower is built the collections hold what was there before the build and what this tower has put in or asked for, as
 though it were alone: `get_total_loss()` in a model function sums its own tower's losses, and `tf.trainable_variables()`
-ends at the variable made last, in every tower. Afterwards they hold every tower's items, each variable once, and of
+ends at the variable made last, in every tower. What asks for the items of a scope, `tf.get_collection(key, "policy")`, finds
+those whose names begin so without the tower's. Afterwards they hold every tower's items, each variable once, and of
 summaries, whose tags have no tower in them, tower 0's. If the model function raises they hold what they held before, and
 the variables made so far.
 """
@@ -63,7 +64,8 @@ class TowerCollections:
             self._present[key] = set(map(id, in_sight))
             self._graph.get_collection_ref(key)[:] = in_sight
         added = {}
-        yield added
+        with _names_as_in_one_tower(self._graph, name_scope):
+            yield added
         for key, items in self._now().items():
             added[key] = [item for item in items if id(item) not in self._present.get(key, ())]
             owned.update((id(item), item) for item in added[key])
@@ -92,6 +94,27 @@ class TowerCollections:
             kept = self._added.setdefault(key, [])
             there = set(map(id, self._before.get(key, []) + kept)) if index else ()
             kept.extend(item for item in items if id(item) not in there and not (index and _stands_for_all(key, item)))
+
+
+@contextlib.contextmanager
+def _names_as_in_one_tower(graph, name_scope):
+    """Lets a `with` block ask for a tower's items by names that have no tower in them, as those of variables have none."""
+    get_all = graph.get_collection
+
+    def get_collection(name, scope=None):
+        if scope is None or isinstance(scope, str) and (scope + "/").startswith(name_scope):
+            return get_all(name, scope)
+        return [item for item in get_all(name) if isinstance(getattr(item, "name", None), str)
+                and re.match(scope, outside_of_tower(item.name, name_scope))]
+
+    # What TensorFlow itself looks up, tf.losses.get_total_loss for one, it asks the graph for.
+    graph.get_collection = get_collection
+    try:
+        yield
+    finally:
+        del graph.get_collection
+        if graph.get_collection != get_all:  # which somebody else put there
+            graph.get_collection = get_all
 
 
 def _by_variable(added):
