@@ -28,6 +28,17 @@ def curves(x):
     return tf.cos(x * weights(x.dtype))
 
 
+def in_a_loop(x, of_row, rounds=None):
+    """A sum over the rounds of a loop, one for each of a tower's examples, of what is made of the examples and a number."""
+    y, number_of_rounds = squares(x), tf.shape(x)[0] if rounds is None else rounds
+    return tf.while_loop(lambda i, _: i < number_of_rounds, lambda i, total: (i + 1, total + of_row(y, i)),
+                         [0, tf.zeros([], x.dtype)])[1]
+
+
+def folded(x, of_row=tf.reduce_sum, by=tf.add):
+    return tf.foldl(lambda total, row: by(total, of_row(row)), squares(x), tf.zeros([], x.dtype))
+
+
 def mean_of_norms(x):
     return tf.reduce_mean(tf.sqrt(tf.reduce_sum(squares(x), 1)))
 
@@ -75,6 +86,11 @@ SUMS = {
     "of products by tf.tensordot": lambda x: tf.tensordot(squares(x), curves(x), [[0, 1], [0, 1]]) / B,
     "of products by tf.matmul": lambda x: tf.reduce_sum(tf.matmul(squares(x), curves(x), transpose_a=True)) / B,
     "of what is divided": lambda x: tf.reduce_sum(squares(x) / B),
+    "in a loop": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(y[i])) / B,
+    "in a loop, of tf.gather": lambda x: in_a_loop(x, lambda y, i: tf.sqrt(tf.reduce_mean(tf.gather(y, i)))) / B,
+    "in a loop over classes": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(y[:, i]), C) / B,
+    "by tf.foldl": lambda x: folded(x) / B,
+    "by tf.foldl, of squares": lambda x: folded(x, tf.nn.l2_loss) / B,
     "in the graph of a dict": lambda x: {"loss": tf.reduce_sum(squares(x)) / B, "weight": tf.shape(x)[0]}}
 
 MEANS = {
@@ -92,6 +108,12 @@ MEANS = {
     "of products by tf.tensordot": lambda x: tf.tensordot(squares(x), curves(x) / number(x), [[0, 1], [0, 1]]),
     "of products by tf.matmul": lambda x: tf.reduce_sum(tf.matmul(squares(x) / number(x), curves(x), transpose_a=True)),
     "of what is divided": lambda x: tf.reduce_sum(squares(x) / number(x)),
+    "in a loop": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(y[i])) / number(x),
+    "in a loop, by the number": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(y[i] / number(x))),
+    "in a loop over classes": lambda x: in_a_loop(x, lambda y, i: tf.reduce_mean(y[:, i]), C) / C,
+    "in a loop over weights": lambda x: tf.reduce_mean(squares(x)) + in_a_loop(x, lambda y, i: weights()[i], C) / C,
+    "by tf.map_fn": lambda x: tf.reduce_mean(tf.map_fn(tf.reduce_sum, squares(x))),
+    "by tf.foldl": lambda x: folded(x) / number(x),
     "of what is multiplied": lambda x: tf.reduce_sum(tf.reduce_sum(squares(x) * (1 / number(x)), 1)),
     "a mean of means": lambda x: tf.reduce_mean([tf.reduce_mean(squares(x)), tf.reduce_mean(x * squares(x))]),
     "with a decay": lambda x: mean_of_norms(x) + decay() / B,
@@ -118,6 +140,8 @@ MEANS_OF_KNOWN_SIZE = {
         [tf.reduce_sum(squares(x)[i]) for i in range(int(x.shape[0]))]) / int(x.shape[0]),
     "by a weight and it": lambda x: tf.reduce_sum(squares(x)) * (1.0 / B) / int(x.shape[0]),
     "of what is divided": lambda x: tf.reduce_sum(squares(x) / int(x.shape[0])),
+    "in a loop": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(tf.gather(y, i))) / int(x.shape[0]),
+    "by tf.foldl, of squares": lambda x: folded(x, tf.nn.l2_loss) / int(x.shape[0]),
     "of the flattened": lambda x: tf.reduce_sum(tf.reshape(squares(x), [-1])) / int(x.shape[0])}
 
 # Sums that have a number beside that of the whole batch, as small as that of a tower's examples may be.
@@ -246,6 +270,10 @@ def test_a_covariance_by_the_number_of_examples_is_no_sum(product, silent):
         warnings.filterwarnings("ignore", message=".*so it is no mean over examples")
         build(model, (X,), 2)
         build(of_unknown_size(model), (X,), 2)
+
+
+def test_the_largest_of_a_loop_is_no_sum(silent):
+    build(lambda x: folded(x, by=tf.maximum), (X,), 2)
 
 
 def test_a_sum_over_one_example_of_each_tower_is_said_too():

@@ -9,10 +9,11 @@ from typing import NamedTuple, Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import lies_along_examples, products, reduces_first_axis, sizes_of_examples
+from towers.along_examples import SIZES, lies_along_examples, products, reduces_first_axis, sizes_of_examples
 from towers.exchanges import stands_at_exchange
-from towers.graph_walk import VARIABLES
-from towers.own_data import takes_own_data
+from towers.graph_walk import VARIABLES, end_of
+from towers.own_data import own_leaves, takes_own_data
+from towers.private import control_flow_of
 
 __all__ = ["warn_of_sums"]
 
@@ -20,10 +21,11 @@ __all__ = ["warn_of_sums"]
 _PASSES = frozenset(["Add", "AddV2", "AddN", "Cast", "CheckNumerics", "Identity", "Neg", "Pack", "Sub"])
 _RESHAPES = frozenset(["ExpandDims", "Reshape", "Squeeze"])
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
+_OF_LOOPS = frozenset(["Enter", "Exit", "Merge", "NextIteration", "Switch"])
 _MOST_DIVISORS = 6  # whose products are looked at: what a loop discounts step by step would have too many
 _MOST_OF_FACTORS = 2  # examples of a tower that a factor such as 1/2 may stand for by chance
 _OF_WEIGHTS = frozenset(["L2Loss", "Sqrt", "Square"])  # what decays end with, beside sums and means
-_OF_NUMBERS = frozenset(["Add", "AddV2", "Cast", "Identity", "Maximum", "Mul", "Reshape"])
+_OF_NUMBERS = frozenset(["Add", "AddV2", "Cast", "Enter", "Identity", "Maximum", "Mul", "Reshape"])
 _GIVEN = VARIABLES | frozenset(["Const", "Placeholder", "PlaceholderWithDefault"])
 
 
@@ -95,7 +97,10 @@ def _terms(loss, context):
             continue
         seen.add((tensor.name, divisors, is_within))
         following = []
-        if kind in _RESHAPES:
+        examples = _taken_one_by_one(tensor, context)
+        if examples is not None:
+            yield examples, divisors + _divisors_within(tensor, context), True
+        elif kind in _RESHAPES:
             following = [(inputs[0], divisors)]
         elif kind in _PASSES:
             following = [(source, divisors) for source in inputs]
@@ -107,6 +112,8 @@ def _terms(loss, context):
             following = [(source, divisors) for source in inputs[1:]]
         elif kind == "Mean" and _is_of_sums(inputs[0]):
             following = [(inputs[0], divisors)]  # over what is no number of examples
+        elif kind in _OF_LOOPS:
+            following = [(source, divisors) for source in _from_round_to_round(tensor.op)]
         elif kind in ("Einsum", "MatMul"):
             for summed, other in _contracted(tensor.op):
                 if other is None:
@@ -115,13 +122,55 @@ def _terms(loss, context):
                     yield summed, divisors + _divisors_within(other, context), True
         elif kind == "L2Loss" or kind == "Sum" and reduces_first_axis(tensor.op):
             yield inputs[0], divisors, True
-        if kind == "Sum" and reduces_first_axis(tensor.op) is not None:
+        if kind == "Sum" and examples is None and reduces_first_axis(tensor.op) is not None:
             following = [(inputs[0], divisors)]  # over classes, say: of what lies along the examples still
         adds_up = kind in ("Mean", "Sum") and not _is_list(inputs[0])
         if divisors and not is_within and (adds_up or kind in _OF_WEIGHTS):
             yield tensor, divisors, False
         is_within = is_within or adds_up
         stack.extend((source, by, is_within) for source, by in following)
+
+
+def _is_in_loop(op):
+    flow = control_flow_of(op)
+    return flow is not None and flow.IsWhileContext()
+
+
+def _from_round_to_round(op):
+    """Returns what an op of a tf.while_loop of control flow 1 hands on, a list of tensors; of a tf.cond nothing."""
+    if op.type == "Merge":
+        return list(op.inputs) if any(source.op.type == "NextIteration" for source in op.inputs) else []
+    if op.type == "Switch":
+        return [op.inputs[0]] if op.inputs[0].op.type == "Merge" else []
+    return [op.inputs[0]]
+
+
+def _taken_one_by_one(tensor, context):
+    """Returns the examples of which a tensor in a loop holds one, another in each round, and no others; else None."""
+    if tensor.op.type in _OF_LOOPS | _PASSES | _DIVIDES | {"Mul", "Select", "SelectV2"} or not _is_in_loop(tensor.op):
+        return None  # what is followed further, or could be divided by anything
+    own, found, seen, stack = own_leaves(context), None, set(), [tensor]
+    while stack:
+        tensor = stack.pop()
+        op = tensor.op
+        if end_of(tensor) in own:
+            return None
+        is_state = op.type in _OF_LOOPS and op.type != "Enter"
+        if is_state and tensor.dtype.is_floating:  # what the largest of all is held against, say
+            return None
+        if op in seen or is_state or op.type in SIZES:
+            continue
+        seen.add(op)
+        is_row = op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") & 1 or (
+            op.type == "GatherV2" and op.inputs[1].shape.rank == 0)
+        is_row = is_row and tf.get_static_value(op.inputs[1]) is None
+        if op.type == "TensorArrayScatterV3" or is_row:
+            examples = op.inputs[2 if op.type == "TensorArrayScatterV3" else 0]
+            if lies_along_examples(examples, context):
+                found = examples
+                continue
+        stack.extend(op.inputs)
+    return found
 
 
 def _is_list(tensor):
