@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import SIZES, lies_along_examples, products, reduces_first_axis, sizes_of_examples
+from towers.along_examples import SIZES, Examples, lies_along_examples, products, reduces_first_axis, sizes_of_examples
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES, end_of
 from towers.own_data import own_leaves, takes_own_data
@@ -57,14 +57,14 @@ def warn_of_sums(losses, towers, stacklevel=3):
     if num_towers == 1:
         return
     sizes = sizes_of_examples(towers)
-    means, others = [], []
+    means, others = {}, []  # of sums alike one is enough
     for term, divisors, is_sum in _terms(losses[0], context):
         if not is_sum:
             others.append((term, divisors))
-        elif not lies_along_examples(term, context):
+        elif _by_examples(divisors) or not lies_along_examples(term, context):
             continue
         elif _is_a_mean(term, divisors, sizes) or _is_a_mean(term, divisors + _divisors_within(term, context), sizes):
-            means.append((term, divisors))
+            means.setdefault((str(term.shape), divisors), term)
         else:
             warnings.warn(
                 "The loss of a tower (%r) is a sum over the tower's examples (%r), divided by nothing of the tower's, and towers "
@@ -73,8 +73,9 @@ def warn_of_sums(losses, towers, stacklevel=3):
                 "meant as a sum is multiplied by towers.current_tower().num_towers."
                 % (losses[0].name, term.name, num_towers, num_towers), stacklevel=stacklevel)
             return
+    examples = Examples(towers)
     divided = next((term for term in _divided_by_examples(others, means, sizes, num_towers)
-                    if _is_of_variables(term, context)), None)
+                    if not examples.are_in(term) and _is_of_variables(term, context)), None)
     if divided is not None:
         warnings.warn(
             "The loss of a tower (%r) divides what is of variables alone (%r), a weight decay say, by the number of the tower's "
@@ -313,7 +314,7 @@ def _divided_by_examples(others, means, sizes, num_towers):
 
     Args:
       others: list of (tensor, divisors), terms that are no sums over the examples.
-      means: list of (tensor, divisors), those that are, by the tower's number.
+      means: dict from (shape, divisors) to a tensor, those that are, by the tower's number.
       sizes: dict, see `sizes_of_examples`.
       num_towers: int; what is divided by that too is meant as it is.
     """
@@ -321,14 +322,19 @@ def _divided_by_examples(others, means, sizes, num_towers):
         return any(divisor.kind == "number" and divisor.number == num_towers for divisor in divisors) or any(
             _is_multiple(1 / number, size) for number in _products(divisors) for size in sizes)
 
+    def makes_a_mean(divisors, summed, of_mean):
+        shared, apart = _parted(of_mean, divisors)
+        return (shared and _is_a_mean(summed, shared, sizes) and not _is_a_mean(summed, apart, sizes)
+                and not is_undone(_parted(divisors, of_mean)[1]))
+
     for term, divisors in others:
-        for summed, of_mean in means:
-            shared, apart = _parted(of_mean, divisors)
-            if (shared and _is_a_mean(summed, shared, sizes) and not _is_a_mean(summed, apart, sizes)
-                    and not is_undone(_parted(divisors, of_mean)[1])):
-                yield term
-        if any(divisor.number is None for divisor in divisors) and not is_undone(divisors):
+        if _by_examples(divisors) and not is_undone(divisors) or any(
+                makes_a_mean(divisors, summed, of_mean) for (_, of_mean), summed in means.items()):
             yield term
+
+
+def _by_examples(divisors):
+    return any(divisor.number is None for divisor in divisors)
 
 
 def _parted(divisors, others):
