@@ -2,7 +2,7 @@
 import tensorflow.compat.v1 as tf
 
 from towers.gradient_hook import with_gradient
-from towers.graph_walk import is_ref, variable_of
+from towers.graph_walk import CALLS, is_ref, variable_of
 from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
 
 __all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
@@ -11,23 +11,24 @@ __all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_aft
 READS = ("Identity", "ReadVariableOp")
 
 
-def read_after(op, earlier, movable):
+def read_after(op, earlier, movable, ops_of_tower):
     """Moves what an op reads of variables, and its own write of one, behind earlier writes.
 
     Args:
       op: operation.
       earlier: dict from names of variables' ops to lists of ops that wrote them.
       movable: set of operations that are moved themselves, so that what they read stays theirs.
+      ops_of_tower: list of the operations of the op's tower.
     """
     for index, tensor in enumerate(op.inputs):
         source = _outside_of_loop(tensor.op)
         if source.name in earlier:
-            run_after(op, earlier[source.name])  # reads or writes the variable itself
+            run_after_in(op, earlier[source.name], ops_of_tower)  # reads or writes the variable itself
         elif source not in movable and source.type in READS:
             variable = _outside_of_loop(source.inputs[0].op)
             if variable.name in earlier:
                 # A ref variable has one read op, shared by all: this op gets a read of its own.
-                with tf.device(source.device), tf.control_dependencies(earlier[variable.name]):
+                with tf.device(source.device), tf.control_dependencies(list(map(_finished, earlier[variable.name]))):
                     rewire(op, index, _read(source))
 
 
@@ -42,8 +43,12 @@ def takers_of(variable):
 
 
 def _outside_of_loop(op):
-    """Returns what an op hands into a loop of control flow 1, or the op itself."""
-    while op.type in ("Enter", "RefEnter") and op.get_attr("is_constant"):
+    """Returns what an op hands into a loop of control flow 1 that ops are being added to, or the op itself."""
+    flow, around = control_flow_now(op.graph), set()
+    while flow is not None:
+        around.add(flow)
+        flow = outer_control_flow(flow)
+    while op.type in ("Enter", "RefEnter") and op.get_attr("is_constant") and control_flow_of(op) in around:
         op = op.inputs[0].op
     return op
 
@@ -84,8 +89,24 @@ def run_after_in(op, earlier, ops_of_tower):
     while flow is not None and flow is not outer:
         entries = [each for each in ops_of_tower if each.type in ("Enter", "RefEnter") and control_flow_of(each) is flow]
         ops, flow = entries or ops, outer_control_flow(flow)
+    earlier = list(map(_finished, earlier))
     for each in ops:
         run_after(each, [other for other in earlier if other not in each.control_inputs])
+
+
+def _finished(op):
+    """Returns what has to be waited for until an op has done what it does: of a call of control flow 2, what takes its output.
+
+    TensorFlow leaves out the writes of a call that is only waited for.
+    """
+    if op.type not in CALLS or not op.outputs:
+        return op
+    name = op.name + "/finished"
+    made = [consumer for consumer in op.outputs[0].consumers() if consumer.name == name]
+    if not made:
+        with op.graph.colocate_with(None, ignore_existing=True), tf.device(op.device):
+            made = [tf.identity(op.outputs[0], name=name + "/").op]
+    return made[0]
 
 
 def take_twin(op, twin):

@@ -1,11 +1,12 @@
 """What model functions write into variables while they compute, made to happen as in one tower.
 
 A write whose value depends on no data of its tower is the same in every tower: tower 0's is the one that runs, once a step, and
-all towers read what tower 0 read. Writes of a tower's own data run in the order of the towers, each upon what the one before
-wrote, and a warning says so, since one tower would write something else. What outputs are made of reads a variable where it did
-in tower 0: what was read before the write there is read before any tower's write. Updates of a tower's own data in
-`tf.GraphKeys.UPDATE_OPS` are left to the policy of `towers.collect_update_ops`; they too write after all such reads. Sums of
-`tf.metrics` count each example once: whatever runs one tower's update runs all of them, and reads what they came to.
+all towers read what tower 0 read; what else of a tower's own it waited for, or stands beside it in a tf.cond, happens in every
+tower. Writes of a tower's own data run in the order of the towers, each upon what the one before wrote, and a warning says so,
+since one tower would write something else. What outputs are made of reads a variable where it did in tower 0: what was read
+before the write there is read before any tower's write. Updates of a tower's own data in `tf.GraphKeys.UPDATE_OPS` are left to
+the policy of `towers.collect_update_ops`; they too write after all such reads. Sums of `tf.metrics` count each example once:
+whatever runs one tower's update runs all of them, and reads what they came to.
 """
 import warnings
 
@@ -14,6 +15,7 @@ import tensorflow.compat.v1 as tf
 from towers.functions import Functions
 from towers.graph_walk import ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables
 from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
+from towers.own_effects import OwnEffects
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
@@ -66,12 +68,15 @@ class _State:
         self._views, self._first = views, views[0]
         self.variables = list(dict.fromkeys(v for view in views for variables in view.writes.values() for v in variables))
         self._writes = {op for view in views for op in view.writes}
+        self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
+        self._metrics = {v for v in self.variables if _outer(v) in self._of_metrics and not self._counts_batches(v)}
         self._twins = self._find_twins()
+        self._shared, self._own = self._find_shared()
         self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
+        self._left = []  # (tower 0's op, what the op that it stands for waited for, those that take that op, the tower's view)
         self._waits = []  # (a tower's write, the results of an earlier tower's that it waits for, the variable)
         self._of_own_data = []  # names of a variable, and of the last tower's write
         self._last = {}  # a tower's write -> the last tower's, whose result stands for its own in what is handed out
-        self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
 
     def refuse_writes_of_own_data(self):
         """Raises ValueError where an output waits for a write that other workers make another one of."""
@@ -94,9 +99,22 @@ class _State:
             wanted = [op for v in shareable for op in self._results_and_reads(v, view)]
             needed = ancestors(wanted, within=view.made)
             of_views.append([op for op in view.ops if op in needed])
+        results = {result for view in self._views for op in view.writes for result in view.results(op)} if of_views else set()
         for ops in of_views[1:]:
-            found.update(find_twins(of_views[0], ops, functions, self._writes))
+            found.update(find_twins(of_views[0], ops, functions, self._writes | results))
         return found
+
+    def _find_shared(self):
+        """Returns the set of variables that tower 0's writes stand for all writes of, and what is own to each later tower."""
+        shared = {v for v in self.variables if v not in self._metrics and all(
+            {op, *view.results(op)} <= self._twins.keys() for view in self._views[1:] for op in view.writes_to(v))}
+        while True:
+            own = {view: OwnEffects(view, shared) for view in self._views[1:]}
+            apart = {v for v in shared for view, of_view in own.items() for op in view.writes_to(v)
+                     if of_view.holds(op) and not of_view.can_leave_out(op, view.writes_to(v))}
+            if not apart:
+                return shared, own
+            shared -= apart
 
     def _results_and_reads(self, variable, view):
         results = [result for op in view.writes_to(variable) for result in view.results(op)]
@@ -111,8 +129,9 @@ class _State:
                 "alone." % (_outer(variable).name, ", ".join(str(len(of_tower)) for of_tower in writes)))
         # Sums and counts of examples, by TensorFlow's own definition: whoever runs one tower's update means all examples. Even
         # towers of a known size add the same number.
-        is_metric = _outer(variable) in self._of_metrics and not self._counts_batches(variable)
-        if not is_metric and self._share(variable, writes):
+        is_metric = variable in self._metrics
+        if variable in self._shared:
+            self._share(variable)
             self._protect(variable, writes[0])
             return
         if later and (is_metric or any(op in view.needed for view, of_tower in zip(self._views, writes) for op in of_tower)):
@@ -133,17 +152,31 @@ class _State:
         added = [tf.get_static_value(op.inputs[1]) for op, _ in writes if len(op.inputs) > 1]
         return not any(number is not None and size and not (number % size).any() for number in added for size in sizes[:1])
 
-    def _share(self, variable, writes):
-        """Lets tower 0's writes stand for all if they are the same in all towers; tells whether they are."""
-        for view, of_tower in zip(self._views[1:], writes[1:]):
-            if not all(result in self._twins for op in of_tower for result in view.results(op)):
-                return False
-        for view in self._views[1:]:
+    def _share(self, variable):
+        """Lets tower 0's writes of a variable, and its reads, stand for those of all towers."""
+        for view, own in self._own.items():
             for op in self._results_and_reads(variable, view):
-                if op in self._twins and control_flow_of(op) is control_flow_now(op.graph):
+                if op in self._twins and control_flow_of(op) is control_flow_now(op.graph) and not own.is_result(op):
+                    before = own.before(op)
+                    self._left += [(self._twins[op], before, own.takers(op), view)] if before else []
                     take_twin(op, self._twins[op])
                     self._stands_for[op] = self._twins[op]
-        return True
+            for op in view.writes_to(variable):
+                if own.holds(op):
+                    own.leave_out(op, self._first.results(self._twins[op]))
+
+    def _wait_for_own(self):
+        """Makes what stands for ops of later towers wait for the towers' own effects that those waited for.
+
+        That is tower 0's op, or where these effects come after it, what takes it in the later tower.
+        """
+        behind = descendants([twin for twin, *_ in self._left])
+        for twin, earlier, takers, view in self._left:
+            is_first = not behind.isdisjoint(earlier) and not descendants([twin]).isdisjoint(earlier)
+            before = ancestors(earlier) if is_first else ()
+            for op in takers if is_first else [twin]:
+                if op not in before:
+                    run_after_in(op, earlier, view.ops)
 
     def _run_in_order(self, variable, writes, is_metric):
         """Makes the towers write one after the other, each upon what the one before wrote.
@@ -156,7 +189,7 @@ class _State:
                 movable = dict.fromkeys(
                     op for op in takers if op in view.made and view.leads_to(op, of_tower, is_metric) == "writes")
                 for op in movable:
-                    read_after(op, earlier, movable)
+                    read_after(op, earlier, movable, view.ops)
                 for op in of_tower:
                     self._waits.append((op, earlier[variable.name], variable))
                     run_after_in(op, earlier[variable.name], view.ops)
@@ -165,21 +198,20 @@ class _State:
 
     def _read_after_all(self, variable, writes, is_metric):
         """Lets what reads a variable after its tower's one write read it after the last tower's."""
-        last = writes[-1][-1]
-        if control_flow_of(last) is not control_flow_now(last.graph):
-            return
-        behind, taken = [], []
+        last, behind, taken = writes[-1][-1], [], []
+        results = self._views[-1].results(last)
         for view, write in ((view, of_tower[0]) for view, of_tower in zip(self._views, writes) if len(of_tower) == 1):
             if write is not last:
-                self._last[write] = last
+                if results == [last]:
+                    self._last[write] = last
                 behind += [(op, view) for op, _ in view.uses(variable, of_items=is_metric)
                            if write in ancestors([op], within=view.made)]
                 taken += [(op, *pair) for pair in zip(write.outputs, last.outputs) for op in pair[0].consumers()
-                          if op in view.made and view.leads_to(op, [write], is_metric) == "outputs"]
-        before_last = ancestors([last]) if behind or taken else ()
+                          if results == [last] and op in view.made and view.leads_to(op, [write], is_metric) == "outputs"]
+        before_last = ancestors(results) if behind or taken else ()
         for op, view in behind:
             if op not in before_last:
-                run_after_in(op, [last], view.ops)
+                run_after_in(op, results, view.ops)
         for op, tensor, of_last in taken:
             for index, source in enumerate(op.inputs):
                 if source is tensor and op not in before_last:
@@ -204,7 +236,7 @@ class _State:
         for view, use, index in uses:
             copied = index is not None and use.type not in _OF_ROWS and control_flow_of(use.inputs[index].op) is outer
             results = [use] if copied else view.results(use)
-            if use in self._stands_for or is_after(results):
+            if use in self._stands_for or self._stands_for.keys() >= set(results) or is_after(results):
                 continue
             if copied:
                 snapshot = copy_before_writes(variable) if snapshot is None else snapshot
@@ -221,6 +253,7 @@ class _State:
 
     def result(self):
         """Returns the towers with what stands for their outputs and updates now, and replaces what stands in collections."""
+        self._wait_for_own()
         self._refuse_circles()
         if self._of_own_data:
             _warn(self._of_own_data)

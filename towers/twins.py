@@ -2,7 +2,7 @@
 
 The twin of an op has its type, attributes and inputs: the same tensors from outside of the towers, the aggregates of exchanges
 among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
-in one tower is the twin of the first in the other.
+in one tower is the twin of the first in the other, and so with writes. What an op waits for is not compared.
 """
 from towers.graph_walk import LOOPS_BACK, is_ref
 from towers.private import control_flow_of, taken_from_outside
@@ -21,7 +21,7 @@ def find_twins(first, other, functions, writes):
       first, other: lists of operations of tower 0 and of the later tower, in the order in which they were made, with all that
         they depend on of their tower.
       functions: `towers.functions.Functions`.
-      writes: set of operations that write variables, of both towers.
+      writes: set of operations of both towers that write variables, or that stand for such a write outside of its tf.cond.
 
     Returns:
       A dict from ops of the later tower to ops of tower 0.
@@ -51,6 +51,7 @@ def _name(ops, choose, functions, writes):
         for op in ops:
             what = None if op in names else _what(op, own, names, functions, writes, ops)
             if what is not None:
+                what += (_has_its_time(op, writes),)
                 turn = turns[what] = turns.get(what, -1) + 1
                 name = choose(op, what, turn)
                 if name is not None:

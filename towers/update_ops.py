@@ -157,7 +157,7 @@ def _order(replicas, updates):
             if op in before and _reads(op, earlier):
                 raise ValueError("The updates of the towers can't run one after the other: an earlier tower's update waits "
                                  "for %r. Use the policy 'first' or 'last'." % op.name)
-            read_after(op, earlier, set(ops))
+            read_after(op, earlier, set(ops), tower.ops)
         last_writers.update(writers)
 
 
