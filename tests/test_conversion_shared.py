@@ -3,6 +3,8 @@
 A loss that is divided by the sum of weights by which moments are divided wants the tower's own. What towers exchange is a batch
 norm's moments of the whole batch, and a sum of examples is the tower's.
 """
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -123,3 +125,67 @@ def test_a_sum_that_the_model_exchanges_beside_a_batch_norm_of_the_same_examples
         return tf.reduce_mean(tf.square(tf.sin(z) + y - 0.5 * of_all))
 
     assert_law(model_fn, (X, VALID), ["bn"], "sums")
+
+
+@pytest.mark.parametrize("resource", [False, True])
+def test_a_scale_that_is_initialized_by_the_moments_is_read_after_it_is_written(resource):
+    def model_fn(x):
+        g, b, first = (tf.get_variable(name, [3], tf.float64, tf.constant_initializer(value), trainable=value < 2,
+                                       use_resource=resource)
+                       for name, value in (("g", 1.0), ("b", 0.0), ("first", 2.0)))
+        y = g * scaled(x) + b
+        mean, variance = tf.nn.moments(y, [0])
+        scale = tf.where(first > 1, 1 / tf.sqrt(variance + 1e-10), tf.ones_like(variance))
+        offset = tf.where(first > 1, -mean * scale, tf.zeros_like(mean))
+        with tf.control_dependencies(list(map(tf.stop_gradient, (scale, offset)))):
+            written = [tf.assign(g, g * scale), tf.assign_add(b, offset)]
+        with tf.control_dependencies(written), tf.control_dependencies([tf.assign(first, tf.zeros([3], tf.float64))]):
+            y = g * scaled_again(x) + b
+        return tf.reduce_mean(tf.square(tf.sin(y) - x))
+
+    def scaled_again(x):
+        with tf.variable_scope("", reuse=True):
+            return scaled(x)
+
+    for sizes in SIZES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert_equals_one_batch(tf_syncbn.convert_model(model_fn), (X,), num_towers=len(sizes), sizes=sizes)
+
+
+READ_AFTER = {"times one": lambda moving: moving * 1, "square": tf.square, "read_value": lambda moving: moving.read_value()}
+
+
+@pytest.mark.parametrize("resource", [False, True])
+@pytest.mark.parametrize("how", sorted(READ_AFTER))
+def test_a_moving_average_that_is_read_after_its_update_holds_the_moments_of_all_examples(how, resource):
+    def model_fn(x):
+        moving = tf.get_variable("moving_mean", [3], tf.float64, tf.zeros_initializer(), trainable=False, use_resource=resource)
+        y = scaled(x)
+        with tf.name_scope("bn"):
+            mean, variance = tf.nn.moments(y, [0])
+            z = tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
+            with tf.control_dependencies([tf.assign_sub(moving, 0.1 * (moving - mean))]):
+                z = tf.identity(z)
+        with tf.control_dependencies([z]):
+            return tf.reduce_mean(tf.square(tf.sin(z) - x + READ_AFTER[how](moving)))
+
+    assert_law(model_fn, (X,), ["bn"], "moments")
+
+
+CHECKS = {"check": lambda t: tf.check_numerics(t, "no number"), "print": lambda t: tf.Print(t, []), "identity": tf.identity}
+
+
+@pytest.mark.parametrize("resource", [False, True])
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_moving_averages_that_are_checked_before_they_are_written_are_those_of_all_examples(check, resource):
+    def model_fn(x):
+        moving = tf.get_variable("moving_mean", [3], tf.float64, tf.zeros_initializer(), trainable=False, use_resource=resource)
+        y = scaled(x)
+        with tf.name_scope("bn"):
+            mean, variance = tf.nn.moments(y, [0])
+            z = tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
+            new_mean = tf.assign_sub(moving, CHECKS[check](0.1 * (moving - mean)))
+        return tf.reduce_mean(tf.square(tf.sin(z) - x + 0.1 * new_mean))
+
+    assert_law(model_fn, (X,), ["bn"], "moments")
