@@ -7,7 +7,7 @@ from towers.graph_walk import end_of, op_of
 __all__ = ["own_leaves", "takes_own_data"]
 
 
-def takes_own_data(items, context, stop=()):
+def takes_own_data(items, context, stop=(), own=None):
     """Tells whether tensors or ops of a tower take anything of the tower's own batch.
 
     What towers exchanged is all of theirs, and scalars of the batch are given to every tower. Only data is followed, not what
@@ -17,8 +17,9 @@ def takes_own_data(items, context, stop=()):
       items: list of tensors and operations.
       context: the tower's `TowerContext`.
       stop: operations that are not passed.
+      own: set of the ends of what is the tower's own; None is all that it has of the batch.
     """
-    own = own_leaves(context)
+    own = own_leaves(context) if own is None else own
     seen, stack = set(), []
     for item in items:
         if end_of(item) in own:

@@ -14,6 +14,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.functions import Functions
 from towers.graph_walk import ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables
+from towers.initial_values import warn_of_initial_values
 from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
 from towers.own_effects import OwnEffects
 from towers.private import control_flow_now, control_flow_of, rewire
@@ -44,8 +45,9 @@ def settle_state(towers, batches, collections):
       ValueError: where towers can't write one after the other, because they meet between two writes of one variable.
 
     Warns:
-      UserWarning: where an output waits for a write of a tower's own data.
+      UserWarning: where an output waits for a write of a tower's own data, or a variable starts from such.
     """
+    warn_of_initial_values(towers, batches, collections[0])
     writes = [writes_of(tower.ops) for tower in towers]
     if not any(writes):
         return towers
