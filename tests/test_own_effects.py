@@ -185,3 +185,18 @@ def test_what_only_tower_0_reads_before_a_sum_waits_for_no_later_towers_sum(reso
     with session() as made:
         made.run(replicas.loss)
         np.testing.assert_allclose(made.run(tf.global_variables()), [X.sum(), 1], rtol=1e-12)
+
+
+def test_a_read_that_all_towers_take_of_tower_0_is_no_twin_of_their_own_reads(resource):
+    def model(x):
+        center = tf.get_variable("center", [3], tf.float64, tf.ones_initializer(), trainable=False, use_resource=resource)
+        y = x * variable("w", resource, 0.5) - center  # by the read that a ref variable is made with
+        for _ in range(2):
+            moved = 0.1 * (towers.all_reduce(tf.reduce_sum(y, 0)) - center.read_value())
+            with tf.control_dependencies([tf.assign_add(center, moved)]):
+                y = tf.sin(y) - center.read_value()
+        return tf.reduce_mean(y ** 2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert_equals_one_batch(model, (X,), 3, [1, 4, 2])

@@ -27,8 +27,11 @@ def find_twins(first, other, functions, writes):
       A dict from ops of the later tower to ops of tower 0.
     """
     of_first = {}  # what an op is -> the ops of tower 0 that are
+    of_both = {tensor.op for op in other for tensor in op.inputs}  # a ref variable's own read, no other's twin
 
     def own_name(op, what, _):
+        if op in of_both:
+            return op
         known = of_first.setdefault(what, [])
         if not known or _has_its_time(op, writes):
             known.append(op)
