@@ -73,7 +73,53 @@ def normed(x):
     return (y - tf.reduce_mean(y)) / tf.math.reduce_std(y)
 
 
+def turned(x):
+    """Features [C, batch, 3], as of words in a batch that is time-major, by way of [C * batch, 3]."""
+    y = tf.transpose(tf.stack([features(x), x, tf.square(x)], 2), [1, 0, 2])
+    return tf.tensordot(y, tf.constant(np.linspace(-1, 1, 9).reshape(3, 3), x.dtype) * weights(x.dtype)[:3], 1)
+
+
+def words(x):
+    """A loss for each word, [C, batch]."""
+    labels = tf.cast(tf.transpose(x) > 0, tf.int32)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=turned(x))
+
+
+def of_words(x, mask):
+    """A mask of each word, [C, batch]."""
+    return tf.transpose(mask[:, None] * tf.cast(x > -1, x.dtype))
+
+
+def values(x):
+    """A value of each example, [batch, 1], as of a layer of one unit."""
+    return tf.matmul(features(x), tf.ones([C, 1], x.dtype))
+
+
 MIXED = {
+    "values against rewards without an axis": lambda x, mask, _: tf.reduce_mean(tf.square(mask - values(x))),
+    "values times rewards without an axis": lambda x, mask, _: tf.reduce_mean(mask * values(x)),
+    "values over rewards without an axis": lambda x, mask, _: tf.reduce_mean(tf.nn.relu(values(x) / (1 + mask))),
+    "a covariance by einsum": lambda x, *_: tf.reduce_sum(tf.square(tf.einsum("bi,bj->ij", features(x), features(x)))),
+    "a covariance by tensordot": lambda x, *_: tf.reduce_sum(tf.square(tf.tensordot(features(x), features(x), [[0], [0]]))),
+    "a covariance, turned twice": lambda x, *_: tf.reduce_sum(tf.square(tf.matmul(
+        tf.transpose(features(x)), tf.transpose(features(x)), transpose_b=True))),
+    "covariances by batches": lambda x, *_: tf.reduce_sum(tf.square(tf.matmul(
+        tf.stack([features(x), x]), tf.stack([features(x), x]), transpose_a=True))),
+    "products by einsum": lambda x, *_: tf.reduce_mean(tf.square(tf.einsum("ik,jk->ij", features(x), features(x)))),
+    "a mean by einsum, squared": lambda x, mask, _: tf.square(tf.einsum("bk,b->", features(x), mask)),
+    "a mask's loss over its size, turned": lambda x, mask, _: tf.reduce_sum(
+        words(x) * of_words(x, mask)) / tf.reduce_sum(of_words(x, mask)),
+    "each step over its size, turned": lambda x, mask, _: tf.reduce_mean(
+        tf.reduce_sum(words(x) * of_words(x, mask), 1) / (1 + tf.reduce_sum(of_words(x, mask), 1))),
+    "of tf.losses, turned": lambda x, mask, _: tf.losses.compute_weighted_loss(words(x), of_words(x, mask)),
+    "a root, turned": lambda x, *_: tf.sqrt(tf.reduce_mean(words(x))),
+    "the largest, turned": lambda x, *_: tf.reduce_mean(tf.reduce_max(words(x), 1)),
+    "the hardest, turned": lambda x, *_: tf.reduce_mean(tf.nn.top_k(words(x), 2)[0]),
+    "a moment of each, turned": lambda x, *_: tf.reduce_mean(tf.square(tf.reduce_mean(words(x), -1))),
+    "products, turned twice": lambda x, *_: tf.reduce_mean(tf.square(
+        tf.matmul(tf.transpose(features(x)), tf.transpose(features(x)), transpose_a=True))),
+    "distances, both turned": lambda x, *_: tf.reduce_mean(tf.exp(
+        -tf.square(words(x)[:, None] - words(x)[:, :, None]))),
     "a mask's loss over its size": lambda x, mask, _: masked(x, mask),
     "over its size and more": lambda x, mask, _: tf.div_no_nan(tf.reduce_sum(losses(x) * mask), 1e-5 + tf.reduce_sum(mask)),
     "each over the size": lambda x, mask, _: tf.reduce_sum(losses(x) * mask / tf.maximum(tf.reduce_sum(mask), 1)),
@@ -161,6 +207,31 @@ def printed(x, *_):
 
 
 MEANS = {
+    "values less rewards without an axis, not squared": lambda x, mask, _: tf.reduce_mean(values(x) - mask),
+    "values against rewards": lambda x, mask, _: tf.reduce_mean(tf.square(mask[:, None] - values(x))),
+    "values against what is the same for all": lambda x, *_: tf.reduce_mean(tf.square(values(x) - weights(x.dtype))),
+    "each one's covariance by einsum": lambda x, *_: tf.reduce_mean(tf.square(
+        tf.einsum("bi,bj->bij", features(x), features(x)))),
+    "products with weights by einsum": lambda x, *_: tf.reduce_mean(tf.square(
+        tf.einsum("bi,i->b", features(x), weights(x.dtype)))),
+    "a mean of products by einsum": lambda x, mask, _: tf.einsum(
+        "bk,b->", features(x), mask) / tf.cast(tf.shape(x)[0], x.dtype),
+    "attention by einsum": lambda x, *_: tf.reduce_mean(tf.nn.softmax(tf.einsum(
+        "tbk,sbk->bts", turned(x), turned(x))) * tf.transpose(words(x))[:, :, None]),
+    "of words, turned": lambda x, *_: tf.reduce_mean(words(x)),
+    "of words by step, turned": lambda x, *_: tf.reduce_sum(tf.reduce_mean(words(x), 1) * [1., 2., 3., 4.]),
+    "of tf.losses, turned": lambda x, *_: tf.losses.compute_weighted_loss(words(x)),
+    "over each one's words, turned": lambda x, mask, _: tf.reduce_mean(
+        tf.reduce_sum(words(x) * of_words(x, mask), 0) / (1 + tf.reduce_sum(of_words(x, mask), 0))),
+    "of the hardest words, turned": lambda x, *_: tf.reduce_mean(tf.nn.top_k(tf.transpose(words(x)), 2)[0]),
+    "of the largest words, turned": lambda x, *_: tf.reduce_mean(tf.sqrt(tf.reduce_max(words(x), 0))),
+    "of attention between words, turned": lambda x, *_: tf.reduce_mean(tf.nn.softmax(tf.matmul(
+        tf.transpose(turned(x), [1, 0, 2]), tf.transpose(turned(x), [1, 2, 0]))) * tf.transpose(turned(x), [1, 0, 2])[:, :, :1]),
+    "of each one's covariance, turned": lambda x, *_: tf.reduce_mean(tf.square(tf.matmul(
+        tf.transpose(turned(x), [1, 2, 0]), tf.transpose(turned(x), [1, 0, 2])))),
+    "over what is counted, turned": lambda x, mask, _: {
+        "loss": tf.reduce_sum(words(x) * of_words(x, mask)) / tf.reduce_sum(of_words(x, mask)),
+        "weight": tf.reduce_sum(of_words(x, mask))},
     "a mean": lambda x, *_: tf.reduce_mean(losses(x)),
     "means": lambda x, mask, _: 0.5 * tf.reduce_mean(losses(x)) - tf.reduce_mean(losses(x) * mask),
     "a mean of means": lambda x, *_: tf.reduce_mean(tf.reduce_mean(features(x), 0) * [1., 2., 3., 4.]),

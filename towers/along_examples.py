@@ -4,14 +4,16 @@ import itertools
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.axes import WHOLE, axes_behind, product_axes, reduced_axes
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import end_of
 from towers.own_data import own_leaves
 
-__all__ = ["COUNTS", "EXTREMES", "NO_VALUES", "SIZES", "SUMS", "Examples", "begins_anew", "chooser", "lies_along_examples",
+__all__ = ["COUNTS", "EXTREMES", "NO_VALUES", "PRODUCTS", "SIZES", "SUMS", "Examples", "chooser", "lies_along_examples",
            "products", "reduces_first_axis", "sizes_of_examples"]
 
 SUMS = frozenset(["Mean", "Sum"])
+PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"])
 COUNTS = frozenset(["DynamicPartition", "Where"])  # which choose as many rows as the data say
 EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 SIZES = frozenset(["Rank", "Shape", "ShapeN", "Size"])
@@ -65,8 +67,8 @@ def _turns(op):
 
 def reduces_first_axis(op):
     """Tells whether a reduction, `tf.reduce_sum` say, takes the first axis of its input away; None where that is not known."""
-    axes, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].shape.rank
-    return None if axes is None or rank is None else 0 in np.reshape(axes, -1) % max(rank, 1)
+    axes = reduced_axes(op)
+    return None if axes is None else 0 in axes
 
 
 def sizes_of_examples(towers):
@@ -112,16 +114,8 @@ def _unmoved(tensor):
     return tensor
 
 
-def begins_anew(op):
-    """Tells whether an op puts an axis of size 1 before the first one."""
-    if op.type == "ExpandDims":
-        axis = tf.get_static_value(op.inputs[1])
-        return axis is not None and int(axis) % (op.inputs[0].shape.rank + 1 if op.inputs[0].shape.rank else 1) == 0
-    return op.type == "StridedSlice" and op.get_attr("new_axis_mask") & 1 == 1
-
-
 class Examples:
-    """Which tensors of a tower hold examples, and which of these hold them along their first axis, for sure."""
+    """Which tensors of a tower hold examples, and along which axes they hold them, for sure."""
 
     def __init__(self, towers):
         of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
@@ -149,35 +143,67 @@ class Examples:
 
     def are_in(self, tensor):
         """Tells whether a tensor is computed of the tower's examples, other than by how many they are."""
-        return self._reaches(tensor, self._are_in, self._inputs, self.is_given)
+        return self._reaches((tensor,), self._are_in, self._inputs, self.is_given)
 
-    def lie_along(self, tensor):
-        """Tells whether a tensor has examples along its first axis."""
-        return tensor.shape.rank not in (None, 0) and self._reaches(tensor, self._lie_along, self.rows_of, self.is_given)
+    def lie_along(self, tensor, axis=0):
+        """Tells whether a tensor has examples along an axis, its first one or another."""
+        return axis < (tensor.shape.rank or 0) and self._reaches(
+            (tensor, axis, WHOLE), self._lie_along, self._places, self._is_of_batch)
+
+    def lie_in(self, tensor):
+        """Tells whether a tensor has examples along any of its axes."""
+        return any(self.lie_along(tensor, axis) for axis in range(tensor.shape.rank or 0))
 
     def are_spread(self, tensor):
-        """Tells whether the rows of a tensor are made of one row, which holds examples and was repeated."""
-        return tensor.shape.rank not in (None, 0) and self._reaches(tensor, self._are_spread, self.rows_of, self._is_repeated)
+        """Tells whether what stands along an axis of a tensor is one and the same, which holds examples and was repeated."""
+        return any(self._reaches((tensor, axis, WHOLE), self._are_spread, self._places, self._is_repeated)
+                   for axis in range(tensor.shape.rank or 0))
 
-    def _is_repeated(self, tensor):
+    def are_reduced(self, op):
+        """Tells whether a reduction, `tf.reduce_sum` say, takes an axis away along which examples lie."""
+        return any(self.lie_along(op.inputs[0], axis) for axis in reduced_axes(op) or ())
+
+    def are_added_up(self, op):
+        """Tells whether an op adds up examples, where it is not of the kinds that have axes as an argument: a product, say."""
+        if op.type == "L2Loss":
+            return self.lie_in(op.inputs[0])
+        if op.type not in PRODUCTS:
+            return False
+        axes = product_axes(op)
+        return any(self.lie_along(source, axis) for source, labels in zip(op.inputs, axes)
+                   for axis, label in enumerate(labels) if label not in axes[-1])
+
+    def _is_of_batch(self, tensor, axis, part):
+        return axis == 0 and part[0] == 1 and self.is_given(tensor)
+
+    def _is_repeated(self, tensor, axis, _):
         row = tensor.op.inputs[0] if tensor.op.type in ("BroadcastTo", "Tile") else None
-        return row is not None and bool(row.shape.rank) and tf.dimension_value(row.shape[0]) == 1 and self.are_in(row)
+        return (row is not None and row.shape.rank == tensor.shape.rank and tf.dimension_value(row.shape[axis]) == 1
+                and self.are_in(row))
 
-    def _reaches(self, tensor, answers, sources, is_end):
-        """Tells whether a walk from a tensor comes to an end that is looked for. What it knows then, it remembers."""
-        path = [(tensor, None)]
+    def _reaches(self, place, answers, sources, is_end):
+        """Tells whether a walk from a place comes to an end that is looked for. What it knows then, it remembers.
+
+        Args:
+          place: a tensor and what else says where the walk is, a tuple.
+          answers: dict, what is known.
+          sources: function of a place, unpacked, that returns those behind it.
+          is_end: function of a place, unpacked.
+        """
+        path = [(place, None)]
         while path:
             now, rest = path[-1]
+            key = (now[0].name,) + now[1:]
             if rest is None:
-                answer = answers.get(now.name)
-                if answer is None and is_end(now):
+                answer = answers.get(key)
+                if answer is None and is_end(*now):
                     answer = True
                 if answer is None:
-                    answers[now.name] = False  # until it is known better, which a loop back would not
-                    path[-1] = now, iter([] if self.end_at(now) else sources(now))
+                    answers[key] = False  # until it is known better, which a loop back would not
+                    path[-1] = now, iter([] if self.end_at(now[0]) else sources(*now))
                     continue
                 if answer:
-                    answers.update((passed.name, True) for passed, _ in path)
+                    answers.update(((passed[0].name,) + passed[1:], True) for passed, _ in path)
                     return True
                 path.pop()
                 continue
@@ -191,33 +217,15 @@ class Examples:
     def _inputs(self, tensor):
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
-            return [source for source in op.inputs if chooser(source) is not None]
-        return list(op.inputs)
+            return [(source,) for source in op.inputs if chooser(source) is not None]
+        return [(source,) for source in op.inputs]
+
+    def _places(self, tensor, axis, part):
+        op = tensor.op
+        if op.type in SIZES or op.type in NO_VALUES and chooser(op.inputs[0]) is None:
+            return []
+        return axes_behind(tensor, axis, part)
 
     def rows_of(self, tensor):
         """Returns the inputs whose first axis is that of a tensor, a list."""
-        op, rank = tensor.op, tensor.shape.rank
-        if op.type in SIZES or not op.inputs or rank is None:
-            return []
-        first = op.inputs[0]
-        if op.type in NO_VALUES:
-            return [first] if chooser(first) is not None else []
-        if op.type in _REDUCTIONS:
-            return [first] if reduces_first_axis(op) is False else []
-        if op.type == "Transpose":
-            order = tf.get_static_value(op.inputs[1])
-            return [first] if order is not None and len(order) and order[0] == 0 else []
-        if op.type == "MatMul":
-            return [] if op.get_attr("transpose_a") else [first]
-        if op.type in ("Pack", "Unpack", "Unstack"):
-            return list(op.inputs) if op.get_attr("axis") else []
-        if op.type == "ExpandDims":
-            return [] if begins_anew(op) else [first]
-        if op.type == "StridedSlice":
-            return [] if (op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1 else [first]
-        if op.type in ("Reshape", "Squeeze"):
-            sizes = [tf.dimension_value(x.shape[0]) if x.shape.rank else None for x in (tensor, first)]
-            return [] if sizes[0] == 1 and sizes[1] != 1 or not first.shape.rank else [first]
-        if op.type in ("Gather", "GatherV2", "GatherNd", "ResourceGather"):
-            return list(op.inputs)[:2]
-        return [source for source in op.inputs if source.shape.rank == rank or rank and op.type in _CHANGES_RANK]
+        return [source for source, axis, _ in self._places(tensor, 0, WHOLE) if axis == 0]

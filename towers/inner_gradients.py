@@ -6,9 +6,8 @@ otherwise in silence, as in an adversarial step, a gradient penalty or an inner 
 """
 import warnings
 
-from towers.along_examples import Examples, reduces_first_axis, sizes_of_examples
+from towers.along_examples import Examples, sizes_of_examples
 from towers.gradient_hook import detail_of
-from towers.mixed_losses import added_up
 from towers.private import control_flow_of, forward_op_of
 
 __all__ = ["warn_of_inner_gradients"]
@@ -59,14 +58,13 @@ def _is_of_layer(op):
 def _adds_up_examples(op, examples):
     if op.type in _OF_WEIGHTS:
         return examples.lie_along(op.inputs[0])
-    added = op.inputs[0] if op.type == "Sum" and reduces_first_axis(op) else added_up(op)
-    return added is not None and op.type != "L2Loss" and examples.lie_along(added)
+    return examples.are_reduced(op) if op.type == "Sum" else op.type != "L2Loss" and examples.are_added_up(op)
 
 
 def _is_of_a_mean(op, examples):
     """Tells whether an op is the division in the gradient of a mean over examples."""
     mean = forward_op_of(op)
-    return op.type in _DIVIDES and mean.type == "Mean" and bool(reduces_first_axis(mean)) and examples.lie_along(mean.inputs[0])
+    return op.type in _DIVIDES and mean.type == "Mean" and examples.are_reduced(mean)
 
 
 def _how_it_differs(op, loss, ops, needed, towers):

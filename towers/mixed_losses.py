@@ -9,18 +9,20 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import COUNTS, EXTREMES, NO_VALUES, SIZES, SUMS, Examples, begins_anew, chooser, reduces_first_axis
+from towers.along_examples import COUNTS, EXTREMES, NO_VALUES, PRODUCTS, SIZES, SUMS, Examples, chooser
+from towers.axes import product_axes
 
-__all__ = ["added_up", "warn_of_mixed"]
+__all__ = ["warn_of_mixed"]
 
 # What a loss may be of sums over examples: additions, and what only moves numbers.
 _ADDS = frozenset(["AccumulateNV2", "Add", "AddN", "AddV2", "BiasAdd", "BroadcastTo", "Cast", "ConcatV2", "Cumsum", "DiagPart",
                    "ExpandDims", "Gather", "GatherNd", "GatherV2", "Mean", "Neg", "Pack", "Pad", "PadV2", "Reshape", "ReverseV2",
                    "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Tile", "Transpose", "Unpack"])
 _HANDS_ON = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "PreventGradient", "Print", "Snapshot", "StopGradient"])
-_PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "MatMul", "Mul"])
+_PRODUCTS = PRODUCTS | {"Mul"}
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
-_PAIRWISE = frozenset(["Add", "AddV2", "Equal", "Maximum", "Minimum", "Mul", "NotEqual", "RealDiv", "SquaredDifference", "Sub"])
+_PAIRWISE = frozenset(["Add", "AddV2", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr",
+                       "Maximum", "Minimum", "Mul", "NotEqual", "RealDiv", "SquaredDifference", "Sub"])
 
 _HOW = {"divides": "is divided by what depends on the tower's own examples (%r)",
         "computes": "computes %r of a sum, mean or extreme over all of the tower's examples",
@@ -69,18 +71,18 @@ def _mixes(loss, examples):
         seen.add((tensor.name, reason))
         own = [source for source in op.inputs if examples.are_in(source)]
         is_reduction = op.type in SUMS or op.type in EXTREMES
-        if is_reduction and reduces_first_axis(op) and examples.lie_along(op.inputs[0]):
+        if is_reduction and examples.are_reduced(op):
             reason = reason or (("computes", op) if op.type in EXTREMES else None)
             chosen_by = chooser(op.inputs[0])
             if reason is None and chosen_by is not None and (op.type == "Mean" or chosen_by.type not in COUNTS):
                 reason = ("counts" if chosen_by.type in COUNTS else "chooses", chosen_by)
             if reason is not None:
                 yield reason
-        elif op.type == "TopKV2" and op.inputs[0].shape.rank == 1 and examples.lie_along(op.inputs[0]):
+        elif op.type == "TopKV2" and op.inputs[0].shape.rank and examples.lie_along(op.inputs[0], op.inputs[0].shape.rank - 1):
             yield "chooses", op
-        elif _holds_pairs(op, examples):
+        elif (reason is not None or op.type not in _ADDS) and _holds_pairs(op, examples):
             yield "pairs", op
-        elif reason is not None and added_up(op) is not None and examples.lie_along(added_up(op)):
+        elif reason is not None and examples.are_added_up(op):
             yield reason
         stack.extend(_sources(tensor, own, reason, examples))
 
@@ -88,8 +90,8 @@ def _mixes(loss, examples):
 def _sources(tensor, own, reason, examples):
     """Returns the inputs of a tensor's op that hold examples, and for each how the loss takes it, if not by sums alone."""
     op, number = tensor.op, tensor.value_index
-    if examples.lie_along(tensor):  # each may be anything of its own example, or of a number that is one for all of them
-        own = [source for source in own if source.shape.rank == 0 or examples.lie_along(source) or examples.are_spread(source)]
+    if examples.lie_in(tensor):  # each may be anything of its own example, or of a number that is one for all of them
+        own = [source for source in own if source.shape.rank == 0 or examples.lie_in(source) or examples.are_spread(source)]
     if op.type in SIZES or op.type in NO_VALUES:
         return []
     if op.type in _DIVIDES:
@@ -109,19 +111,6 @@ def _sources(tensor, own, reason, examples):
     return [(source, reason or ("divides" if is_quotient else "computes", op)) for source in own]
 
 
-def added_up(op):
-    """Returns what an op adds up along its first axis, where it is not of the kinds that have axes as an argument; else None."""
-    if op.type == "L2Loss" or op.type == "MatMul" and op.get_attr("transpose_a"):
-        return op.inputs[0]
-    return _turned(op.inputs[0]) if op.type == "MatMul" else None
-
-
-def _turned(tensor):
-    """Returns that whose first axis is the last one of its transpose `tensor`, or None."""
-    order = tf.get_static_value(tensor.op.inputs[1]) if tensor.op.type == "Transpose" else None
-    return tensor.op.inputs[0] if order is not None and len(order) > 1 and order[-1] == 0 else None
-
-
 def _is_inverse(tensor):
     while tensor.op.type in ("Cast", "Identity", "Mul", "Reshape", "StopGradient") and (
             tensor.op.type != "Mul" or tensor.op.inputs[0].op.type in _DIVIDES):
@@ -131,19 +120,23 @@ def _is_inverse(tensor):
 
 
 def _holds_pairs(op, examples):
-    """Tells whether an op computes something of each two of a tower's examples."""
-    if op.type == "MatMul":
-        columns = op.inputs[1] if op.get_attr("transpose_b") else _turned(op.inputs[1])
-        return (columns is not None and not op.get_attr("transpose_a") and examples.lie_along(op.inputs[0])
-                and examples.lie_along(columns))
-    if op.type not in _PAIRWISE:
+    """Tells whether an op computes something of each two of a tower's examples, which lie along two axes of what it returns."""
+    rank = op.outputs[0].shape.rank if op.type in PRODUCTS or op.type in _PAIRWISE else None
+    if rank is None or rank < 2 or len(op.inputs) != 2:
         return False
-    for row, other in (op.inputs, list(op.inputs)[::-1]):
-        if row.shape.rank == other.shape.rank and begins_anew(row.op) and other.shape.rank and examples.lie_along(
-                row.op.inputs[0]) and examples.lie_along(other) and tf.dimension_value(other.shape[0]) != 1:
-            return True
-        turned = _turned(row.op.inputs[0] if begins_anew(row.op) else row)
-        if turned is not None and other.shape.rank and tf.dimension_value(other.shape[-1]) == 1 and examples.lie_along(
-                turned) and examples.lie_along(other):
-            return True
-    return False
+    places = [[] for _ in range(rank)]  # over the axes of the output, the numbers of the inputs whose examples lie there
+    for axis in range(rank):
+        for number, its in _axes_of(op, rank, axis):
+            if examples.lie_along(op.inputs[number], its):
+                places[axis].append(number)
+    return [0] in places and [1] in places
+
+
+def _axes_of(op, rank, axis):
+    """Returns of which axes of a product's two inputs an axis of it is made, a list of (number of the input, its axis)."""
+    if op.type in PRODUCTS:
+        *labels, of_output = product_axes(op)
+        return [(number, each.index(of_output[axis])) for number, each in enumerate(labels) if of_output[axis] in each]
+    ranks = [source.shape.rank for source in op.inputs]
+    its = [(number, axis - rank + each) for number, each in enumerate(ranks) if each is not None and axis >= rank - each]
+    return [(number, each) for number, each in its if tf.dimension_value(op.inputs[number].shape[each]) != 1]

@@ -54,7 +54,8 @@ def _runs_along_examples(op, examples):
     x = op.inputs[0] if op.inputs else None
     if op.type in _RUNS_ALONG:
         axes = tf.get_static_value(op.inputs[_RUNS_ALONG[op.type]])
-        return axes is not None and bool(x.shape.rank) and 0 in np.reshape(axes, -1) % x.shape.rank and examples.lie_along(x)
+        return axes is not None and bool(x.shape.rank) and any(
+            examples.lie_along(x, int(axis)) for axis in np.reshape(axes, -1) % x.shape.rank)
     if op.type in _OF_LAST_AXIS:
         if x.shape.rank == 1:
             return op.type != "TopKV2" and examples.lie_along(x)  # of the largest towers.mixed_losses tells
