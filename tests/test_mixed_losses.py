@@ -95,7 +95,20 @@ def values(x):
     return tf.matmul(features(x), tf.ones([C, 1], x.dtype))
 
 
+def guarded(loss, mask):
+    """A loss where something is to be counted, by tf.cond."""
+    return tf.cond(tf.reduce_sum(mask) > 0, loss, lambda: tf.zeros([], mask.dtype))
+
+
+def number_of(mask):
+    """As many as a mask has, counted by the size of what tf.where returns."""
+    return tf.cast(tf.shape(tf.where(mask > 0))[0], mask.dtype)
+
+
 MIXED = {
+    "over the number of tf.where": lambda x, mask, _: tf.reduce_sum(losses(x) * mask) / tf.maximum(number_of(mask), 1),
+    "over the size of tf.where": lambda x, mask, _: tf.reduce_sum(losses(x) * mask) / tf.cast(
+        tf.size(tf.squeeze(tf.where(mask > 0), 1)), x.dtype),
     "values against rewards without an axis": lambda x, mask, _: tf.reduce_mean(tf.square(mask - values(x))),
     "values times rewards without an axis": lambda x, mask, _: tf.reduce_mean(mask * values(x)),
     "values over rewards without an axis": lambda x, mask, _: tf.reduce_mean(tf.nn.relu(values(x) / (1 + mask))),
@@ -141,6 +154,7 @@ MIXED = {
     "dice of each class": lambda x, _, classes: tf.reduce_mean(
         tf.reduce_sum(tf.nn.softmax(features(x)) * tf.one_hot(classes, C, dtype=x.dtype), 0)
         / (1e-3 + tf.reduce_sum(tf.nn.softmax(features(x)), 0))),
+    "a power": lambda x, *_: 0.3 * tf.pow(tf.reduce_mean(losses(x)), 1.5),
     "a root": lambda x, *_: tf.sqrt(tf.reduce_mean(losses(x))),
     "a norm": lambda x, *_: tf.norm(features(x)),
     "a root of an l2_loss": lambda x, *_: tf.sqrt(tf.nn.l2_loss(features(x))),
@@ -164,6 +178,18 @@ MIXED = {
     "in a dict": lambda x, mask, _: {"loss": masked(x, mask), "mask": mask},
     "with the number of examples": lambda x, mask, _: {"loss": masked(x, mask), "weight": tf.shape(x)[0]},
     "a root with its number": lambda x, mask, _: {"loss": tf.sqrt(masked(x, mask)), "weight": tf.reduce_sum(mask)}}
+
+
+MIXED_IN_A_BRANCH = {
+    "in a branch": lambda x, mask, _: guarded(lambda: masked(x, mask), mask),
+    "in a branch, captured": lambda x, mask, _: guarded(lambda y=losses(x): tf.reduce_sum(y * mask) / tf.reduce_sum(mask), mask),
+    "in a branch of two": lambda x, mask, _: 2 * tf.cond(
+        tf.reduce_sum(mask) > 0, lambda: tf.sqrt(tf.reduce_mean(losses(x))), lambda: tf.reduce_sum(weights())),
+    "in a branch, of tf.boolean_mask": lambda x, mask, _: guarded(
+        lambda: tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)), mask),
+    "a root of a branch": lambda x, mask, _: tf.sqrt(guarded(lambda: tf.reduce_mean(losses(x)), mask))}
+if not tf.control_flow_v2_enabled():  # which makes functions of branches, and nothing is looked for there
+    MIXED.update(MIXED_IN_A_BRANCH)
 
 
 def of_each_example(x, mask, _):
@@ -207,6 +233,16 @@ def printed(x, *_):
 
 
 MEANS = {
+    "in a branch": lambda x, mask, _: guarded(lambda: tf.reduce_mean(losses(x)), mask),
+    "in a branch beside a decay": lambda x, mask, _: guarded(
+        lambda y=losses(x): tf.reduce_mean(y * mask), mask) + tf.cond(
+            tf.reduce_sum(mask) > 0, lambda z=0.1 * tf.reduce_sum(weights()): tf.sqrt(z), lambda: tf.reduce_sum(weights())),
+    "in a branch, counted": lambda x, mask, _: {
+        "loss": guarded(lambda: masked(x, mask), mask), "weight": tf.reduce_sum(mask)},
+    "over the number of tf.where, counted": lambda x, mask, _: {
+        "loss": tf.reduce_sum(losses(x) * mask) / number_of(mask), "weight": number_of(mask)},
+    "beside the number of tf.where": lambda x, mask, _: tf.reduce_mean(losses(x)) + 0 * tf.stop_gradient(number_of(mask)),
+    "a power of 1": lambda x, *_: 0.3 * tf.pow(tf.reduce_mean(losses(x)), 1.),
     "values less rewards without an axis, not squared": lambda x, mask, _: tf.reduce_mean(values(x) - mask),
     "values against rewards": lambda x, mask, _: tf.reduce_mean(tf.square(mask[:, None] - values(x))),
     "values against what is the same for all": lambda x, *_: tf.reduce_mean(tf.square(values(x) - weights(x.dtype))),

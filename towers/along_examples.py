@@ -6,11 +6,11 @@ import tensorflow.compat.v1 as tf
 
 from towers.axes import WHOLE, axes_behind, product_axes, reduced_axes
 from towers.exchanges import stands_at_exchange
-from towers.graph_walk import end_of
+from towers.graph_walk import LOOPS_BACK, end_of
 from towers.own_data import own_leaves
 
 __all__ = ["COUNTS", "EXTREMES", "NO_VALUES", "PRODUCTS", "SIZES", "SUMS", "Examples", "chooser", "lies_along_examples",
-           "products", "reduces_first_axis", "sizes_of_examples"]
+           "products", "reduces_first_axis", "sizes_of_examples", "values_of"]
 
 SUMS = frozenset(["Mean", "Sum"])
 PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"])
@@ -114,6 +114,27 @@ def _unmoved(tensor):
     return tensor
 
 
+def _are_counted(tensor):
+    """Tells whether how many rows a tensor has is told by the data."""
+    return chooser(tensor) is not None or _unmoved(tensor).op.type == "Where"
+
+
+def _is_unsure(op):
+    return op.type.startswith(_UNSURE)
+
+
+def _is_of_branches(op):
+    """Tells whether an op belongs to a tf.cond of control flow 1 that returns a scalar, which a loss may be."""
+    if op.type == "Merge":
+        return op.outputs[0].shape.rank == 0 and not any(source.op.type in LOOPS_BACK for source in op.inputs)
+    return op.type == "Switch"  # of a loop none is met, since nothing is looked for behind its Exit
+
+
+def values_of(op):
+    """Returns the inputs of an op whose values are in its output, not those that choose which of them are, a list."""
+    return list(op.inputs)[:1] if op.type == "Switch" else list(op.inputs)
+
+
 class Examples:
     """Which tensors of a tower hold examples, and along which axes they hold them, for sure."""
 
@@ -125,7 +146,7 @@ class Examples:
     def end_at(self, tensor):
         """Tells whether nothing is to be looked for behind a tensor: of the batch or of all towers, or where nothing is sure."""
         return (end_of(tensor) in self._leaves or tensor.op in self._stand_ins or stands_at_exchange(tensor.op)
-                or tensor.op.type.startswith(_UNSURE))
+                or _is_unsure(tensor.op) and not _is_of_branches(tensor.op))
 
     def is_given(self, tensor):
         """Tells whether a tensor is one of the tower's batch."""
@@ -136,7 +157,7 @@ class Examples:
         seen, stack = set(), [tensor]
         while stack:
             tensor = stack.pop()
-            if tensor.op not in seen and tensor.op.type not in SIZES | NO_VALUES and not self.end_at(tensor):
+            if tensor.op not in seen and tensor.op.type not in SIZES | NO_VALUES and not self.end_at(tensor) and not _is_unsure(tensor.op):
                 seen.add(tensor.op)
                 stack.extend(tensor.op.inputs)
         return seen
@@ -217,8 +238,8 @@ class Examples:
     def _inputs(self, tensor):
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
-            return [(source,) for source in op.inputs if chooser(source) is not None]
-        return [(source,) for source in op.inputs]
+            return [(source,) for source in op.inputs if _are_counted(source)]
+        return [(source,) for source in values_of(op)]
 
     def _places(self, tensor, axis, part):
         op = tensor.op

@@ -9,15 +9,16 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import COUNTS, EXTREMES, NO_VALUES, PRODUCTS, SIZES, SUMS, Examples, chooser
+from towers.along_examples import COUNTS, EXTREMES, NO_VALUES, PRODUCTS, SIZES, SUMS, Examples, chooser, values_of
 from towers.axes import product_axes
 
 __all__ = ["warn_of_mixed"]
 
 # What a loss may be of sums over examples: additions, and what only moves numbers.
 _ADDS = frozenset(["AccumulateNV2", "Add", "AddN", "AddV2", "BiasAdd", "BroadcastTo", "Cast", "ConcatV2", "Cumsum", "DiagPart",
-                   "ExpandDims", "Gather", "GatherNd", "GatherV2", "Mean", "Neg", "Pack", "Pad", "PadV2", "Reshape", "ReverseV2",
-                   "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Tile", "Transpose", "Unpack"])
+                   "ExpandDims", "Gather", "GatherNd", "GatherV2", "Mean", "Merge", "Neg", "Pack", "Pad", "PadV2", "Reshape",
+                   "ReverseV2", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Switch", "Tile", "Transpose",
+                   "Unpack"])
 _HANDS_ON = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "PreventGradient", "Print", "Snapshot", "StopGradient"])
 _PRODUCTS = PRODUCTS | {"Mul"}
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
@@ -69,7 +70,7 @@ def _mixes(loss, examples):
         if (tensor.name, reason) in seen or examples.end_at(tensor) or not examples.are_in(tensor):
             continue
         seen.add((tensor.name, reason))
-        own = [source for source in op.inputs if examples.are_in(source)]
+        own = [source for source in values_of(op) if examples.are_in(source)]
         is_reduction = op.type in SUMS or op.type in EXTREMES
         if is_reduction and examples.are_reduced(op):
             reason = reason or (("computes", op) if op.type in EXTREMES else None)
@@ -103,6 +104,8 @@ def _sources(tensor, own, reason, examples):
         return [(source, ("divides", op)) for source in own]
     if op.type in _HANDS_ON or op.type == "IdentityN":
         return [(op.inputs[number], reason)]
+    if op.type == "Pow" and tf.get_static_value(op.inputs[1]) == 1:
+        return [(op.inputs[0], reason)]
     if op.type in ("Select", "SelectV2") and op.inputs[0].shape.rank == 0:  # what guards against a division by 0, say
         return [(source, reason) for source in own if source is not op.inputs[0]]
     if op.type in _ADDS or op.type in _PRODUCTS and len(own) == 1:
