@@ -105,7 +105,36 @@ def number_of(mask):
     return tf.cast(tf.shape(tf.where(mask > 0))[0], mask.dtype)
 
 
+def one_hot(classes):
+    return tf.one_hot(classes, 7, dtype=tf.float64)
+
+
+def rarity(classes):
+    """Weights of classes, the fewer of the tower's examples are of one the larger."""
+    return 1 / (1 + tf.reduce_sum(one_hot(classes), 0))
+
+
+def centers(x, classes):
+    return tf.unsorted_segment_mean(features(x), classes, 7)
+
+
 MIXED = {
+    "class weights, gathered": lambda x, _, classes: tf.reduce_mean(losses(x) * tf.gather(rarity(classes), classes)),
+    "class weights by one-hot labels": lambda x, _, classes: tf.reduce_mean(
+        losses(x) * tf.reduce_sum(one_hot(classes) * rarity(classes), 1)),
+    "class weights by a product": lambda x, _, classes: tf.reduce_mean(
+        losses(x)[:, None] * tf.matmul(one_hot(classes), rarity(classes)[:, None])),
+    "class weights by a count": lambda x, _, classes: tf.reduce_mean(losses(x) * tf.gather(tf.exp(
+        -tf.cast(tf.math.bincount(tf.cast(classes, tf.int32), minlength=3), x.dtype)), classes)),
+    "class weights beside a number": lambda x, mask, classes: {
+        "loss": masked(x, mask * tf.gather(rarity(classes), classes)), "weight": tf.reduce_sum(mask)},
+    "the mean of each class": lambda x, _, classes: tf.reduce_mean(tf.unsorted_segment_mean(losses(x), classes, 7)),
+    "a root for each class": lambda x, _, classes: tf.reduce_mean(tf.sqrt(1 + tf.unsorted_segment_sum(losses(x), classes, 7))),
+    "the largest of each class": lambda x, _, classes: tf.reduce_mean(
+        tf.nn.relu(tf.unsorted_segment_max(losses(x), classes, 7))),
+    "centers of classes": lambda x, _, classes: tf.reduce_mean(tf.square(features(x) - tf.gather(centers(x, classes), classes))),
+    "centers of classes by one-hot labels": lambda x, _, classes: tf.reduce_mean(tf.square(
+        features(x) - tf.matmul(one_hot(classes), centers(x, classes)))),
     "over the number of tf.where": lambda x, mask, _: tf.reduce_sum(losses(x) * mask) / tf.maximum(number_of(mask), 1),
     "over the size of tf.where": lambda x, mask, _: tf.reduce_sum(losses(x) * mask) / tf.cast(
         tf.size(tf.squeeze(tf.where(mask > 0), 1)), x.dtype),
@@ -232,7 +261,30 @@ def printed(x, *_):
         return tf.Print(loss, [tf.sqrt(loss)], first_n=0)
 
 
+def of_each_segment(x, mask, _):
+    """A loss for each example, which adds up its own parts."""
+    numbers = tf.tile(tf.range(tf.shape(x)[0])[:, None], [1, C])
+    return tf.reduce_mean(tf.sqrt(1 + tf.unsorted_segment_sum(
+        tf.reshape(tf.square(features(x)), [-1]), tf.reshape(numbers, [-1]), tf.shape(x)[0])))
+
+
+def as_wide_as_the_largest(x, _, classes):
+    """Numbers for as many classes as there are, of which each example takes its own's."""
+    return tf.reduce_mean(losses(x) * tf.gather(tf.ones([tf.reduce_max(classes) + 1], x.dtype), classes) * tf.cast(
+        tf.gather(tf.range(tf.reduce_max(classes) + 1), classes), x.dtype))
+
+
 MEANS = {
+    "of each segment": of_each_segment,
+    "as wide as the largest": as_wide_as_the_largest,
+    "a mean by class": lambda x, _, classes: tf.reduce_sum(
+        tf.unsorted_segment_sum(losses(x), classes, 7) * [1., 2., 3., 4., 5., 6., 7.]) / tf.cast(tf.shape(x)[0], x.dtype),
+    "weights of classes": lambda x, _, classes: tf.reduce_mean(losses(x) * (
+        tf.gather(weights(), classes) + tf.reduce_sum(one_hot(classes)[:, :C] * weights(), 1))),
+    "centers that are trained": lambda x, _, classes: tf.reduce_mean(tf.square(features(x) - tf.gather(
+        tf.diag(weights()), classes))),
+    "one's own value by its class": lambda x, _, classes: tf.reduce_mean(tf.sqrt(1 + tf.square(
+        tf.reduce_sum(tf.one_hot(classes, C, dtype=x.dtype) * features(x), 1)))),
     "in a branch": lambda x, mask, _: guarded(lambda: tf.reduce_mean(losses(x)), mask),
     "in a branch beside a decay": lambda x, mask, _: guarded(
         lambda y=losses(x): tf.reduce_mean(y * mask), mask) + tf.cond(

@@ -25,6 +25,13 @@ _UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIterat
 _SAME_ROWS = frozenset(["Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"])
 _CHANGES_RANK = frozenset(["CTCLoss", "OneHot", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
                            "DiagPart", "MatrixDiagPart", "Where"])
+# The numbers of the inputs that `values_of` is of, where not of all.
+_VALUES = {"Bincount": (0, 2), "DenseBincount": (0, 2), "Fill": (1,), "OneHot": (0, 2, 3), "PadV2": (0, 2), "Split": (1,)}
+_VALUES.update((kind, (0,)) for kind in (
+    "BroadcastTo", "Cumsum", "ExpandDims", "MirrorPad", "Pad", "Reshape", "ReverseV2", "Slice", "SplitV", "StridedSlice",
+    "Switch", "Tile", "Transpose"))
+_VALUES.update((kind, ()) for kind in ("LinSpace", "RandomStandardNormal", "RandomUniform", "Range", "TruncatedNormal"))
+_COUNTS_CLASSES = frozenset(["Bincount", "DenseBincount"])
 # What computes each row of its output of the same rows of its inputs.
 _OF_ROWS = frozenset([
     "Abs", "Add", "AddN", "AddV2", "ConcatV2", "Exp", "Log", "Log1p", "Maximum", "Minimum", "Mul", "Neg", "OneHot", "OnesLike",
@@ -119,6 +126,10 @@ def _are_counted(tensor):
     return chooser(tensor) is not None or _unmoved(tensor).op.type == "Where"
 
 
+def _is_of_segments(op):
+    return op.type.startswith("UnsortedSegment")
+
+
 def _is_unsure(op):
     return op.type.startswith(_UNSURE)
 
@@ -131,8 +142,9 @@ def _is_of_branches(op):
 
 
 def values_of(op):
-    """Returns the inputs of an op whose values are in its output, not those that choose which of them are, a list."""
-    return list(op.inputs)[:1] if op.type == "Switch" else list(op.inputs)
+    """Returns the inputs of an op whose values are in its output, not those that say which of them, or how many: a list."""
+    numbers = _VALUES.get(op.type)
+    return list(op.inputs) if numbers is None else [op.inputs[number] for number in numbers if number < len(op.inputs)]
 
 
 class Examples:
@@ -141,6 +153,8 @@ class Examples:
     def __init__(self, towers):
         of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
         self._leaves, self._stand_ins = own_leaves(towers[0].context) - of_all, towers[0].context.meetings.stand_ins
+        self._sizes = [tf.dimension_value(op.outputs[number].shape[0]) or 0 for op, number in self._leaves
+                       if op.outputs[number].shape.rank]
         self._are_in, self._lie_along, self._are_spread = {}, {}, {}
 
     def end_at(self, tensor):
@@ -157,9 +171,10 @@ class Examples:
         seen, stack = set(), [tensor]
         while stack:
             tensor = stack.pop()
-            if tensor.op not in seen and tensor.op.type not in SIZES | NO_VALUES and not self.end_at(tensor) and not _is_unsure(tensor.op):
-                seen.add(tensor.op)
-                stack.extend(tensor.op.inputs)
+            op = tensor.op
+            if op not in seen and op.type not in SIZES | NO_VALUES and not self.end_at(tensor) and not _is_unsure(op):
+                seen.add(op)
+                stack.extend(op.inputs)
         return seen
 
     def are_in(self, tensor):
@@ -186,13 +201,24 @@ class Examples:
 
     def are_added_up(self, op):
         """Tells whether an op adds up examples, where it is not of the kinds that have axes as an argument: a product, say."""
-        if op.type == "L2Loss":
+        if op.type == "L2Loss" or op.type in _COUNTS_CLASSES and op.outputs[0].shape.rank == 1:
             return self.lie_in(op.inputs[0])
+        if op.type == "UnsortedSegmentSum":
+            return self.are_in_classes(op)
         if op.type not in PRODUCTS:
             return False
         axes = product_axes(op)
         return any(self.lie_along(source, axis) for source, labels in zip(op.inputs, axes)
                    for axis, label in enumerate(labels) if label not in axes[-1])
+
+    def are_in_classes(self, op):
+        """Tells whether an op takes together the examples of each of a number of classes, one that is known beforehand."""
+        return _is_of_segments(op) and not self._may_be_for_each(op) and any(map(self.lie_in, list(op.inputs)[:2]))
+
+    def _may_be_for_each(self, op):
+        """Tells whether an op of segments may make them for each example, as it may where their number is computed."""
+        number = tf.get_static_value(op.inputs[2])
+        return number is None or any(size and number % size == 0 for size in self._sizes)
 
     def _is_of_batch(self, tensor, axis, part):
         return axis == 0 and part[0] == 1 and self.is_given(tensor)
@@ -239,11 +265,13 @@ class Examples:
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
             return [(source,) for source in op.inputs if _are_counted(source)]
-        return [(source,) for source in values_of(op)]
+        return [(source,) for source in (values_of(op) if op.type == "Switch" else op.inputs)]
 
     def _places(self, tensor, axis, part):
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES and chooser(op.inputs[0]) is None:
+            return []
+        if op.type in _COUNTS_CLASSES or axis == 0 and _is_of_segments(op) and not self._may_be_for_each(op):
             return []
         return axes_behind(tensor, axis, part)
 

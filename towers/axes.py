@@ -50,6 +50,9 @@ def axes_behind(tensor, axis, part=WHOLE):
         found = [(op.inputs[tensor.value_index if op.type == "IdentityN" else 0], axis)]
     elif op.type in _OF_ROWS or op.type == "CTCLoss":
         found = [(source, axis) for source in op.inputs if source.shape.rank and axis < source.shape.rank]
+    elif op.type.startswith("UnsortedSegment"):
+        its = axis and axis + (op.inputs[1].shape.rank or 1) - 1
+        found = [(source, its) for source in list(op.inputs)[:2] if source.shape.rank and its < source.shape.rank]
     elif op.type == "Where":
         found = [(op.inputs[0], each) for each in range(op.inputs[0].shape.rank or 0) if axis == 0]
     elif op.type in ("DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"):

@@ -17,11 +17,12 @@ __all__ = ["warn_of_mixed"]
 # What a loss may be of sums over examples: additions, and what only moves numbers.
 _ADDS = frozenset(["AccumulateNV2", "Add", "AddN", "AddV2", "BiasAdd", "BroadcastTo", "Cast", "ConcatV2", "Cumsum", "DiagPart",
                    "ExpandDims", "Gather", "GatherNd", "GatherV2", "Mean", "Merge", "Neg", "Pack", "Pad", "PadV2", "Reshape",
-                   "ReverseV2", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Switch", "Tile", "Transpose",
-                   "Unpack"])
+                   "ReverseV2", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Switch", "Tile",
+                   "Transpose", "Unpack", "UnsortedSegmentSum"])
 _HANDS_ON = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "PreventGradient", "Print", "Snapshot", "StopGradient"])
 _PRODUCTS = PRODUCTS | {"Mul"}
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
+_EXTREMES_OF_CLASSES = frozenset(["UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"])
 _PAIRWISE = frozenset(["Add", "AddV2", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr",
                        "Maximum", "Minimum", "Mul", "NotEqual", "RealDiv", "SquaredDifference", "Sub"])
 
@@ -29,6 +30,7 @@ _HOW = {"divides": "is divided by what depends on the tower's own examples (%r)"
         "computes": "computes %r of a sum, mean or extreme over all of the tower's examples",
         "pairs": "holds each of the tower's examples against each other one (%r)",
         "chooses": "is of a part of the tower's examples, chosen among all of them (%r)",
+        "shares": "gives each of the tower's examples a part of what is computed of all of them (%r)",
         "counts": "is a mean over as many of the tower's examples as its data say (%r)"}
 
 
@@ -85,7 +87,10 @@ def _mixes(loss, examples):
             yield "pairs", op
         elif reason is not None and examples.are_added_up(op):
             yield reason
+        elif op.type in _EXTREMES_OF_CLASSES and examples.are_in_classes(op):
+            yield reason or ("computes", op)
         stack.extend(_sources(tensor, own, reason, examples))
+        stack.extend((source, ("shares", op)) for source in _looked_up(op, own, examples))
 
 
 def _sources(tensor, own, reason, examples):
@@ -95,13 +100,13 @@ def _sources(tensor, own, reason, examples):
         own = [source for source in own if source.shape.rank == 0 or examples.lie_in(source) or examples.are_spread(source)]
     if op.type in SIZES or op.type in NO_VALUES:
         return []
-    if op.type in _DIVIDES:
+    if op.type in _DIVIDES and not (reason is not None and reason[0] == "shares"):
         divisor = [op.inputs[1]] if any(source is op.inputs[1] for source in own) else []
         divided = [op.inputs[0]] if any(source is op.inputs[0] for source in own) else []
         by = ("divides", op)
         return [(source, by) for source in divisor] + [(source, reason or (by if divisor else None)) for source in divided]
     if op.type in ("Reciprocal", "Inv"):
-        return [(source, ("divides", op)) for source in own]
+        return [(source, reason if reason is not None and reason[0] == "shares" else ("divides", op)) for source in own]
     if op.type in _HANDS_ON or op.type == "IdentityN":
         return [(op.inputs[number], reason)]
     if op.type == "Pow" and tf.get_static_value(op.inputs[1]) == 1:
@@ -112,6 +117,25 @@ def _sources(tensor, own, reason, examples):
         return [(source, reason) for source in own]
     is_quotient = op.type == "Mul" and any(_is_inverse(source) for source in own)
     return [(source, reason or ("divides" if is_quotient else "computes", op)) for source in own]
+
+
+def _looked_up(op, own, examples):
+    """Returns which inputs hold a number for each class, one of all examples, where each example takes that of its class."""
+    if op.type in ("Gather", "GatherNd", "GatherV2"):
+        found = list(op.inputs)[:1] if examples.lie_in(op.inputs[1]) else []
+    elif op.type in ("MatMul", "Mul"):
+        pairs = [tuple(op.inputs)] + ([tuple(op.inputs)[::-1]] if op.type == "Mul" else [])
+        found = [other for one, other in pairs if _is_one_hot(one) and examples.lie_in(op.outputs[0]) and examples.lie_in(one)]
+    else:
+        found = []
+    own = [source for source in own if any(source is each for each in found)]
+    return [source for source in own if source.shape.rank and not examples.lie_in(source)]
+
+
+def _is_one_hot(tensor):
+    while tensor.op.type in ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient"):
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "OneHot"
 
 
 def _is_inverse(tensor):
