@@ -243,7 +243,7 @@ class Replacement:
                 if earlier not in before and op not in of_both:
                     takers = {taker for taker in takers_of(variable) if taker in before and self._statistics.get(taker)}
                     for taker in takers - of_both:
-                        read_after(taker, {variable.name: [earlier]}, takers)
+                        read_after(taker, {variable.name: [earlier]}, takers, self._made)
                     run_after(op, [earlier])
 
     def _share_updates(self):
