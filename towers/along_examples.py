@@ -226,7 +226,7 @@ class Examples:
     def _is_repeated(self, tensor, axis, _):
         row = tensor.op.inputs[0] if tensor.op.type in ("BroadcastTo", "Tile") else None
         return (row is not None and row.shape.rank == tensor.shape.rank and tf.dimension_value(row.shape[axis]) == 1
-                and self.are_in(row))
+                and self.are_in(row) and not self.lie_in(row))
 
     def _reaches(self, place, answers, sources, is_end):
         """Tells whether a walk from a place comes to an end that is looked for. What it knows then, it remembers.

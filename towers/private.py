@@ -14,8 +14,9 @@ except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
 __all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_deterministic",
-           "is_differentiable", "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes", "rewire", "run_after",
-           "runs_onednn", "take_in", "taken_from_outside", "wait_only_for", "waiting_for", "within_control_flow"]
+           "is_differentiable", "is_in_loop", "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes",
+           "rewire", "run_after", "runs_onednn", "take_in", "taken_from_outside", "wait_only_for", "waiting_for",
+           "within_control_flow"]
 
 
 def control_flow_now(graph):
@@ -32,6 +33,12 @@ def control_flow_of(op):
     if flow is not None and flow.IsWhileContext() and any(result.op is op for result in flow.loop_exits):
         return flow.outer_context
     return flow
+
+
+def is_in_loop(op):
+    """Tells whether an op belongs to a tf.while_loop (of control flow v1)."""
+    flow = control_flow_of(op)
+    return flow is not None and flow.IsWhileContext()
 
 
 def outer_control_flow(flow):

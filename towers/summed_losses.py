@@ -13,7 +13,7 @@ from towers.along_examples import SIZES, Examples, lies_along_examples, products
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES, end_of
 from towers.own_data import own_leaves, takes_own_data
-from towers.private import control_flow_of
+from towers.private import is_in_loop
 
 __all__ = ["warn_of_sums"]
 
@@ -132,11 +132,6 @@ def _terms(loss, context):
         stack.extend((source, by, is_within) for source, by in following)
 
 
-def _is_in_loop(op):
-    flow = control_flow_of(op)
-    return flow is not None and flow.IsWhileContext()
-
-
 def _from_round_to_round(op):
     """Returns what an op of a tf.while_loop of control flow 1 hands on, a list of tensors; of a tf.cond nothing."""
     if op.type == "Merge":
@@ -148,7 +143,7 @@ def _from_round_to_round(op):
 
 def _taken_one_by_one(tensor, context):
     """Returns the examples of which a tensor in a loop holds one, another in each round, and no others; else None."""
-    if tensor.op.type in _OF_LOOPS | _PASSES | _DIVIDES | {"Mul", "Select", "SelectV2"} or not _is_in_loop(tensor.op):
+    if tensor.op.type in _OF_LOOPS | _PASSES | _DIVIDES | {"Mul", "Select", "SelectV2"} or not is_in_loop(tensor.op):
         return None  # what is followed further, or could be divided by anything
     own, found, seen, stack = own_leaves(context), None, set(), [tensor]
     while stack:
@@ -267,7 +262,7 @@ def _size(tensor, context):
 def _number(tensor):
     """Returns the value of a scalar that is known, else None."""
     value = tf.get_static_value(tensor)
-    return float(value) if value is not None and np.size(value) == 1 else None
+    return float(np.reshape(value, -1)[0]) if value is not None and np.size(value) == 1 else None
 
 
 def _is_zero(tensor):

@@ -8,7 +8,7 @@ import functools
 import re
 import warnings
 import weakref
-from typing import Any, Callable, List, NamedTuple, Pattern, Tuple, Union
+from typing import Any, Callable, List, NamedTuple, Pattern, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -103,7 +103,6 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
         only = _search(only)
     # Of tower 0 of each build, whether each batch norm is converted: Keras numbers its layers on through the towers.
     chosen_of: "weakref.WeakKeyDictionary[Any, List[bool]]" = weakref.WeakKeyDictionary()
-    updates_of: "weakref.WeakKeyDictionary[Any, List[Tuple[str, str]]]" = weakref.WeakKeyDictionary()  # of tower 0 too
 
     def converted(*args, **kwargs):
         tower = current_tower()
@@ -136,8 +135,7 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
         if tower.num_towers == 1:
             remember_unreplaced(found, scopes, statistics, tower)
             return outputs
-        replacement = Replacement(added, statistics, tower, updates_of.get(tower.meetings))
-        updates_of.setdefault(tower.meetings, replacement.updates)
+        replacement = Replacement(added, statistics, tower)
         for index, (batch_norm, scope) in enumerate(zip(found, scopes)):
             replacement.replace(batch_norm, index, scope)
         return replacement.finish(outputs)

@@ -94,21 +94,12 @@ class Replacement:
       added: `Added`, what the tower's model function made.
       statistics: from `find_statistics`, of the batch norms to replace.
       tower: `TowerContext`.
-      of_first: the `updates` of tower 0's `Replacement`, None for that itself.
-
-    Attributes:
-      updates: list of the types and names of the ops that update moving averages, in the order in which they were made.
     """
 
-    def __init__(self, added, statistics, tower, of_first=None):
+    def __init__(self, added, statistics, tower):
         self._added, self._statistics, self._tower = added, statistics, tower
         self._made = added.ops()
         self._updates = find_updates(self._made, statistics)
-        updates = [op for op in self._made if op in self._updates]
-        self.updates = [(op.type, op.name) for op in updates]
-        kinds, names = zip(*of_first) if of_first else ((), ())
-        is_alike = tuple(op.type for op in updates) == kinds
-        self._of_first = dict(zip(updates, map(added.graph.get_operation_by_name, names))) if is_alike else {}
         self._replaced = {}  # name of a tensor -> the tensor that stands for it now
 
     def replace(self, batch_norm, index, scope):
@@ -254,7 +245,8 @@ class Replacement:
             self._tower.shared_updates.extend([item] if op in self._updates else of_group)
 
     def _drop_updates(self, outputs):
-        """Takes this tower's updates out of collections, and lets what waits for them wait for tower 0's, which makes them."""
+        """Takes this tower's updates out of collections; where outputs wait for them, tower 0's come to stand for them."""
+        outer = control_flow_now(self._added.graph)
         for key in self._added.graph.collections:
             self._added.replace(key, [item for item in self._added.items(key)
                                       if op_of(item) not in self._updates])
@@ -263,11 +255,10 @@ class Replacement:
                 raise ValueError("convert_model: %r updates moving averages inside a tf.cond that the output waits for. Give the "
                                  "layer `training` as a bool, or call tf.disable_control_flow_v2() when the program starts."
                                  % self._tower.relative(op.name))
-            if op not in self._updates and any(c in self._updates for c in op.control_inputs):
-                waits = [self._of_first.get(c) if c in self._updates else c for c in op.control_inputs]
-                # One inside a tf.cond can't be waited for from outside of it, nor from another.
-                outer = control_flow_now(op.graph)
-                wait_only_for(op, [c for c in waits if c in op.control_inputs or c is not None and control_flow_of(c) is outer])
+            # No op of tower 0 can stand for one inside a tf.cond: nothing waits for that.
+            dropped = [c for c in op.control_inputs if c in self._updates and control_flow_of(c) is not outer]
+            if op not in self._updates and dropped:
+                wait_only_for(op, [c for c in op.control_inputs if c not in dropped])
 
 
 def _batch_moments(op, whole):
