@@ -380,6 +380,14 @@ def test_means_over_examples_are_those_of_the_whole_batch_and_pass_in_silence(na
     assert_equals_one_batch(model_of(MEANS, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
 
 
+def test_one_example_is_no_channel_of_what_it_is_reshaped_to(silent):
+    def model_fn(x, *_):
+        y = x[:, None, None] * tf.ones([1, 3, 2, 1], x.dtype) + tf.reshape(features(x), [-1, 1, 1, C])
+        return tf.reduce_mean(tf.square(tf.matmul(tf.reduce_mean(y, [1, 2]), tf.ones([C, 2], x.dtype))))
+
+    assert_equals_one_batch(model_fn, BATCH, 3, sizes=[1, 1, 10])
+
+
 def test_one_tower_may_mix_its_examples(silent):
     build(MIXED["dice"], BATCH, 1)
 

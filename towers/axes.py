@@ -190,7 +190,10 @@ def _reshaped(source, tensor, axis, part):
     if new[axis] == 1:
         return [(source, i, WHOLE) for i in sorted(set(first) | set(last)) if old[i] == 1]
     if first and last:
-        return [(source, i, WHOLE) for i in range(first[0], last[-1] + 1)]
+        joined = range(first[0], last[-1] + 1)
+        if 1 in new[:axis] + new[axis + 1:]:  # which is what an axis of size 1, one example say, has become
+            joined = [i for i in joined if old[i] != 1] or joined
+        return [(source, i, WHOLE) for i in joined]
     if first or last:
         return [(source, i, places[i][1:]) for i in first or last]
     within = [(i, (outer, inner)) for i, outer, inner in places if outer is not None and (old[i] or outer + 1) > outer]
