@@ -153,6 +153,16 @@ def test_a_scale_that_is_initialized_by_the_moments_is_read_after_it_is_written(
             assert_equals_one_batch(tf_syncbn.convert_model(model_fn), (X,), num_towers=len(sizes), sizes=sizes)
 
 
+def by_moments_and_average(x, resource):
+    """Returns a moving mean, what a layer makes of `x`, and how far its mean moves the other."""
+    moving = tf.get_variable("moving_mean", [3], tf.float64, tf.zeros_initializer(), trainable=False, use_resource=resource)
+    y = scaled(x)
+    with tf.name_scope("bn"):
+        mean, variance = tf.nn.moments(y, [0])
+        z = tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
+        return moving, z, 0.1 * (moving - mean)
+
+
 READ_AFTER = {"times one": lambda moving: moving * 1, "square": tf.square, "read_value": lambda moving: moving.read_value()}
 
 
@@ -160,13 +170,9 @@ READ_AFTER = {"times one": lambda moving: moving * 1, "square": tf.square, "read
 @pytest.mark.parametrize("how", sorted(READ_AFTER))
 def test_a_moving_average_that_is_read_after_its_update_holds_the_moments_of_all_examples(how, resource):
     def model_fn(x):
-        moving = tf.get_variable("moving_mean", [3], tf.float64, tf.zeros_initializer(), trainable=False, use_resource=resource)
-        y = scaled(x)
-        with tf.name_scope("bn"):
-            mean, variance = tf.nn.moments(y, [0])
-            z = tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
-            with tf.control_dependencies([tf.assign_sub(moving, 0.1 * (moving - mean))]):
-                z = tf.identity(z)
+        moving, z, step = by_moments_and_average(x, resource)
+        with tf.control_dependencies([tf.assign_sub(moving, step)]):
+            z = tf.identity(z)
         with tf.control_dependencies([z]):
             return tf.reduce_mean(tf.square(tf.sin(z) - x + READ_AFTER[how](moving)))
 
@@ -180,12 +186,8 @@ CHECKS = {"check": lambda t: tf.check_numerics(t, "no number"), "print": lambda 
 @pytest.mark.parametrize("check", sorted(CHECKS))
 def test_moving_averages_that_are_checked_before_they_are_written_are_those_of_all_examples(check, resource):
     def model_fn(x):
-        moving = tf.get_variable("moving_mean", [3], tf.float64, tf.zeros_initializer(), trainable=False, use_resource=resource)
-        y = scaled(x)
-        with tf.name_scope("bn"):
-            mean, variance = tf.nn.moments(y, [0])
-            z = tf.nn.batch_normalization(y, mean, variance, None, None, 1e-3)
-            new_mean = tf.assign_sub(moving, CHECKS[check](0.1 * (moving - mean)))
+        moving, z, step = by_moments_and_average(x, resource)
+        new_mean = tf.assign_sub(moving, CHECKS[check](step))
         return tf.reduce_mean(tf.square(tf.sin(z) - x + 0.1 * new_mean))
 
     assert_law(model_fn, (X,), ["bn"], "moments")

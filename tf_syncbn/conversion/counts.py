@@ -186,7 +186,7 @@ def _number_added_up(op):
 
 
 def _number(op, i, model, number):
-    """Returns the places of a number of examples behind an input, a set of one or none, and whether that is for sure."""
+    """Returns the places of a number of examples behind an input, a set, and whether these are for sure all of them."""
     of_counts = counts_of(op, i, model)
     if of_counts:
         return of_counts, True
@@ -234,5 +234,6 @@ def _computed_value(tensor, model):
         value = None if values is None or values.ndim != 1 else values[tensor.value_index].item()
     if value is None and tensor.shape.num_elements() == 1 and op.type in _ARITHMETIC and op not in model.of_data:
         values = [_computed_value(source, model) for source in (op.inputs[:1] if op.type in SAME_VALUE else op.inputs)]
-        value = None if None in values else float(_OF_NUMBERS.get(op.type, np.asarray)(*map(np.float64, values)))
+        with np.errstate(all="ignore"):  # n - 1 of one example
+            value = None if None in values else float(_OF_NUMBERS.get(op.type, np.asarray)(*map(np.float64, values)))
     return value
