@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.batch_norm_oracle import normalized
+from tests.kernel_machines import running_on
 from tests.support import build, cpus, run, session
 from towers import current_tower
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
@@ -195,13 +196,15 @@ def slope_of_penalties(batch_norm, x):
     return last, tf.gradients(last, first)[0]
 
 
+@pytest.mark.parametrize("machine", ["this", "gpu"])
 @pytest.mark.parametrize("batch_norm", [synced, by_moments])
 @pytest.mark.parametrize("derivative", [slope_of_inner_steps, slope_of_penalties])
 @pytest.mark.parametrize("shape", [[5, 3], [2, 2, 2, 3]])
-def test_derivatives_taken_in_a_loop_are_differentiated_outside_of_it(batch_norm, derivative, shape):
+def test_derivatives_taken_in_a_loop_are_differentiated_outside_of_it(batch_norm, derivative, shape, machine):
     x = np.random.RandomState(1).randn(*shape)
-    expected, got, narrow = run([derivative(written_out, tf.constant(x)), derivative(batch_norm, tf.constant(x)),
-                                 derivative(batch_norm, tf.constant(x, tf.float32))])
+    with running_on(machine, True):
+        expected, got, narrow = run([derivative(written_out, tf.constant(x)), derivative(batch_norm, tf.constant(x)),
+                                     derivative(batch_norm, tf.constant(x, tf.float32))])
     for exact, wide, rounded in zip(expected, got, narrow):
         np.testing.assert_allclose(wide, exact, rtol=1e-9)
         np.testing.assert_allclose(rounded, exact, rtol=1e-3)
@@ -250,25 +253,26 @@ LOOPS = {"layer": (loop_of, synced, [6, 3]), "images": (loop_of, synced, [6, 2, 
          "cell": (rnn_of, synced, [6, 3])}
 
 
-def check_loop(name):
+def check_loop(name, machine):
     loop, batch_norm, shape = LOOPS[name]
     x = np.random.RandomState(0).randn(*shape)
 
     def slopes(batch_norm, x):
         return tf.gradients(tf.sin(loop(batch_norm, x)), x)[0]
 
-    exact, wide, narrow = run([slopes(written_out, tf.constant(x)), slopes(batch_norm, tf.constant(x)),
-                               slopes(batch_norm, tf.constant(x, tf.float32))])
+    with running_on(machine, True):
+        exact, wide, narrow = run([slopes(written_out, tf.constant(x)), slopes(batch_norm, tf.constant(x)),
+                                   slopes(batch_norm, tf.constant(x, tf.float32))])
     for slope, bound in ((wide, 1e-9), (narrow, 1e-3)):
         assert np.abs(slope - exact).max() <= bound * np.abs(exact).max(), (slope, exact)
 
 
-@pytest.mark.parametrize("name", sorted(LOOPS))
-def test_a_loop_that_holds_a_synced_layer_is_differentiated_outside_of_it(name):
+@pytest.mark.parametrize("name,machine", [(name, "this") for name in sorted(LOOPS)] + [("towers", "gpu"), ("layer", "gpu")])
+def test_a_loop_that_holds_a_synced_layer_is_differentiated_outside_of_it(name, machine):
     if name == "towers" and tf.control_flow_v2_enabled():
         pytest.skip("towers are refused in the graph of a loop of control flow v2's own making")
     # In a process of its own, since 1.15 would abort where it can't inline a kernel.
-    program = "import tests.conftest; from tests.test_graph_function import check_loop; check_loop(%r)" % name
+    program = "import tests.conftest; from tests.test_graph_function import check_loop; check_loop(%r, %r)" % (name, machine)
     ran = subprocess.run([sys.executable, "-c", program], cwd=str(ROOT), stderr=subprocess.PIPE, universal_newlines=True)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
@@ -322,7 +326,7 @@ def test_a_saved_model_of_training_and_of_evaluation_loads(tmp_path):
                 tf.saved_model.simple_save(made, folder, {"x": x}, {"y": y})
         with tf.Graph().as_default(), tf.Session(config=towers.session_config(cpus(2))) as loaded:
             tf.saved_model.load(loaded, ["serve"], folder)
-            np.testing.assert_array_equal(loaded.run(y.name, {x.name: X}), expected)
+            np.testing.assert_allclose(loaded.run(y.name, {x.name: X}), expected, atol=1e-6)
 
 
 def test_nodes_a_layer_and_tower_are_few():

@@ -83,6 +83,22 @@ def test_a_gpu_launches_for_a_layer_at_most_15_kernels_a_tower_and_7_once(num_to
     assert not ops["ConcatV2"] and ops["Pack"] <= (num_towers > 2)  # one copy for each tensor that they join
 
 
+@pytest.mark.parametrize("scale,constant_dy", [(True, True), (True, False), (False, False)])
+def test_grappler_does_not_answer_on_the_cpu_what_a_gpu_saves(scale, constant_dy):
+    data, ran = tf.placeholder(tf.float32, []), tf.RunMetadata()
+
+    def model(x):
+        y = tf_syncbn.sync_batch_norm(x, scale=scale, name="bn")
+        return tf.gradients(y, x, tf.ones_like(x) if constant_dy else tf.fill(x.shape, data))
+
+    with running_on("gpu", True), tf.Session() as session:
+        replicas = towers.TowerBuilder(["/cpu:0"] * 2).build(model, tf.zeros(LARGE))
+        session.run(tf.global_variables_initializer())
+        session.run([tower.outputs for tower in replicas], {data: 1}, tf.RunOptions(output_partition_graphs=True), ran)
+    kinds = {node.op.replace("_MklNative", "") for graph in ran.partition_graphs for node in graph.node}
+    assert {"FusedBatchNormV2", "FusedBatchNormGradV2"} <= kinds
+
+
 @pytest.mark.parametrize("num_towers", [1, 2, 4])
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
 def test_so_many_are_the_ops_of_a_plain_layer(num_towers):

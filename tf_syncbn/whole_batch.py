@@ -11,7 +11,7 @@ from towers.cross_tower import Divisor, cross_tower_sum_at
 from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
 from towers.gradient_hook import with_gradient
 from towers.meetings import Across
-from towers.private import is_deterministic, runs_onednn
+from towers.private import control_flow_now, is_deterministic, runs_onednn
 from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
@@ -69,6 +69,8 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         how = how._replace(kernels=strategy.kernels, plain=strategy.plain, takes_shares=strategy.takes_shares and mask is None)
         as_one_op = strategy.as_one_op(layer, machine)
         is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
+        # TensorFlow takes the fused op's second derivative for zero in a loop.
+        is_plain = is_plain and control_flow_now(tf.get_default_graph()) is None
         if is_plain and as_one_op and machine.kind == "GPU" and (tower is None or tower.num_towers == 1):
             if tower is not None:
                 next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks

@@ -51,30 +51,47 @@ def own_gradient_kernel(plain):
             return plain(dy, x, count, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
         _, mean, variance = parts(count, mean, variance)
         variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(mean.shape[0])
-        gamma, zeros = tf.ones_like(mean) if gamma is None else gamma, tf.zeros_like(mean)
-        shares = tf.constant(1 / known_count(x, axis), mean.dtype, _shape_of_rows(1, channels))
-        scale = _fused_batch_norm(shares, gamma, zeros, epsilon, _ROWS, zeros, variance)[0]
-        saved = _saved_of(variance, epsilon)
         with tf.control_dependencies([dy]):  # as in `tf_syncbn.kernels.reference`
             dy, x = as_it_takes(dy), as_it_takes(x)
-            dx, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
-                y_backprop=_as_images(dy), x=_as_images(x), scale=gamma, reserve_space_1=mean, reserve_space_2=saved,
-                epsilon=epsilon, data_format=data_format(x, axis), is_training=True)
-            return stacked(d_offset, d_scale, tf.reshape(scale, [channels])), _shaped_as(dx, x)
+        data = tf.cast(_channels_of_one(dy, axis), mean.dtype) if gamma is None else gamma
+        zeros, saved = _saved_of(variance, epsilon, data)
+        gamma = tf.ones_like(mean) if gamma is None else gamma
+        shares = tf.constant(1 / known_count(x, axis), mean.dtype, _shape_of_rows(1, channels))
+        scale = _fused_batch_norm(shares, gamma, zeros, epsilon, _ROWS, zeros, variance)[0]
+        dx, d_scale, d_offset, _, _ = tf.raw_ops.FusedBatchNormGradV2(
+            y_backprop=_as_images(dy), x=_as_images(x), scale=gamma, reserve_space_1=mean, reserve_space_2=saved,
+            epsilon=epsilon, data_format=data_format(x, axis), is_training=True)
+        return stacked(d_offset, d_scale, tf.reshape(scale, [channels])), _shaped_as(dx, x)
     return gradient_sums
 
 
-def _saved_of(variance, epsilon):
-    """Returns what the fused op in training mode saves for its gradient: on a CPU the variance, on a GPU `1 / sqrt(v + epsilon)`.
+def _channels_of_one(x, axis):
+    """Returns the C numbers of `x` at one position."""
+    return x[tuple(slice(None) if i == axis else 0 for i in range(x.shape.rank))]
+
+
+def _saved_of(variance, epsilon, data):
+    """Finds what the fused op in training mode saves for its gradient: on a CPU the variance, on a GPU `1 / sqrt(v + epsilon)`.
 
     Where it is going to run is not known for certain before it does, so it is asked, beside the gradient: for two values of that
-    variance.
+    variance, whose mean is zero.
+
+    Args:
+      variance: tensor [C].
+      epsilon: float.
+      data: tensor [C] of any values. What the gradient takes beside moments has to have a part in it: of a constant batch all
+        else may be constant, and what is, Grappler asks of a CPU.
+
+    Returns:
+      zeros: tensor [C], the mean. TensorFlow does not know that it is zero: of a fused op with four inputs that it knows,
+        Grappler makes ops that fail in a loop.
+      saved: tensor [C].
     """
-    channels, zeros, nothing = tf.dimension_value(variance.shape[0]), tf.zeros_like(variance), tf.constant([], variance.dtype)
+    channels, nothing = tf.dimension_value(variance.shape[0]), tf.constant([], variance.dtype)
     two = tf.reshape(tf.sqrt(variance) * tf.constant([[1], [-1]], variance.dtype), _shape_of_rows(2, channels))
-    *_, saved = tf.raw_ops.FusedBatchNormV2(x=two, scale=zeros, offset=zeros, mean=nothing, variance=nothing, epsilon=epsilon,
-                                            data_format=_ROWS, is_training=True)
-    return saved
+    _, zeros, _, _, saved = tf.raw_ops.FusedBatchNormV2(
+        x=two, scale=data, offset=data, mean=nothing, variance=nothing, epsilon=epsilon, data_format=_ROWS, is_training=True)
+    return zeros, saved
 
 
 def statistics(moments, *, epsilon):
