@@ -42,10 +42,14 @@ def exit_status(command, *mistakes):
 
 
 def reason(error):
-    """Returns why TensorFlow failed, without where in the graph: of several files' names and reasons the last reason."""
+    """Returns why TensorFlow failed, without where in the graph.
+
+    Of several files' names and reasons it is the last reason, of several devices' errors the first one.
+    """
     message = getattr(error, "message", str(error))
     # TensorFlow 2 puts a stack trace before the reason, TensorFlow 1 behind it.
-    return re.sub(r"(?s)^.*\nNode: [^\n]*\n", "", message).split("\n")[0].split("; ")[-1].rstrip(".")
+    message = re.sub(r"(?s)^.*\nNode: [^\n]*\n", "", message)
+    return re.sub(r"^\d+ root error\(s\) found\.\s*\(0\) [^:\n]*: ", "", message).split("\n")[0].split("; ")[-1].rstrip(".")
 
 
 class Progress:

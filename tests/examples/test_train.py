@@ -18,7 +18,7 @@ from examples.cifar10 import data, evaluate, train
 from examples.cifar10.model import resnet
 from examples.cifar10.task import MEASURES
 from examples.training import folder, record
-from examples.training.report import Progress, draw_curve, write_json
+from examples.training.report import Progress, draw_curve, reason, write_json
 from examples.training.schedule import learning_rate
 from tests.support import build
 from towers.testing import assert_equals_one_batch
@@ -119,6 +119,14 @@ def test_interrupted_training_saves_and_says_how_to_go_on(tmp_path, number):
     output, _ = process.communicate()
     assert process.returncode == 0 and "Going on from step %d" % step in output
     assert saved_step(tmp_path) == step + 5
+
+
+@pytest.mark.parametrize("message", [
+    "/a/b; File too large\n\t [[{{node save}}]]",
+    "Graph execution error:\n\nDetected at\nNode: 'save'\n/a; File too large\n\t [[{{node save}}]]",
+    "2 root error(s) found.\n  (0) UNKNOWN: /a/b; File too large\n\t [[{{node save}}]]\n  (1) CANCELLED: Another one\n"])
+def test_of_what_tensorflow_says_the_reason_is_told(message):
+    assert reason(tf.errors.UnknownError(None, None, message)) == "File too large"
 
 
 def listing(folder):
