@@ -188,7 +188,9 @@ def _reshaped(source, tensor, axis, part):
     places = [(i, _quotient(start, _product(old[:i])), _quotient(end, _product(old[i + 1:]))) for i in range(len(old))]
     first, last = [i for i, outer, _ in places if outer == 1], [i for i, _, inner in places if inner == 1]
     if new[axis] == 1:
-        return [(source, i, WHOLE) for i in sorted(set(first) | set(last)) if old[i] == 1]
+        ones = [i for i in sorted(set(first) | set(last)) if old[i] == 1]
+        before, count = _of_size_1(new, axis)
+        return [(source, i, WHOLE) for i in (ones if count < len(ones) else ones[before:before + 1])]
     if first and last:
         joined = range(first[0], last[-1] + 1)
         if 1 in new[:axis] + new[axis + 1:]:  # which is what an axis of size 1, one example say, has become
@@ -198,6 +200,16 @@ def _reshaped(source, tensor, axis, part):
         return [(source, i, places[i][1:]) for i in first or last]
     within = [(i, (outer, inner)) for i, outer, inner in places if outer is not None and (old[i] or outer + 1) > outer]
     return [(source, i, both) for i, both in within[-1:]]
+
+
+def _of_size_1(shape, axis):
+    """Returns how many axes of size 1 stand right before an axis of size 1, and how many stand together there."""
+    first, end = axis, axis + 1
+    while first and shape[first - 1] == 1:
+        first -= 1
+    while end < len(shape) and shape[end] == 1:
+        end += 1
+    return axis - first, end - first
 
 
 def _product(numbers):
