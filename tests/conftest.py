@@ -11,6 +11,7 @@ import warnings
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it in the background; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # on a GPU, float32 with all its digits
 if importlib.util.find_spec("tf_keras"):
     os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")  # tf.layers and Keras 2 in graph mode, on the newest TensorFlow
 

@@ -523,10 +523,14 @@ def test_layers_on_this_machines_own_device_equal_numpy(shape, axis, dtype):
     y, dx = (np.concatenate(parts) for parts in ([y for y, _ in outputs], [d[0] for _, d in outputs]))
     d_gamma, d_beta = (sum(np.float64(d[i]) for _, d in outputs) for i in (1, 2))
     expected = gradients(x, dy, axis, gamma)
-    tolerance = {tf.float32: 1e-5, tf.float16: 2e-3, tf.bfloat16: 1.6e-2}[dtype]
-    pairs = [(y, normalized(x, axis, gamma, beta)[0]), (unchanged, np.float64(x) / np.sqrt(1 + EPSILON))]
-    for value, right in pairs + list(zip((dx, d_gamma, d_beta), expected)):
+    tolerance, of_terms = {tf.float32: 1e-5, tf.float16: 2e-3, tf.bfloat16: 1.6e-2}[dtype], 0.0
+    if "gpu" in device and dtype == tf.float32:  # cuDNN adds up as many numbers in float32 as there are
+        tolerance, of_terms = 2e-5, 1e-7
+    pairs = [(y, normalized(x, axis, gamma, beta)[0]), (unchanged, np.float64(x) / np.sqrt(1 + EPSILON)), (dx, expected[0])]
+    for value, right in pairs:
         assert largest(value - right) <= tolerance * largest(right)
+    for value, right in zip((d_gamma, d_beta), expected[1:]):
+        assert largest(value - right) <= tolerance * largest(right) + of_terms * np.abs(np.float64(dy)).sum() / len(right)
 
 
 @pytest.mark.skipif(not tf.config.experimental.list_physical_devices("GPU"), reason="TensorFlow sees no GPU here")

@@ -76,7 +76,7 @@ def test_moments_of_rows_as_they_are_are_numpys(count, is_known, means, constant
 def test_variance_is_right_where_the_rows_that_differences_are_taken_from_are_all_outliers(count, is_known):
     x = np.full([count, CHANNELS], 0.1, np.float32)  # equal numbers: each sum of them errs to the same side
     x[:count // 9] = 9.93
-    with tf.Graph().as_default(), session() as made:
+    with tf.Graph().as_default(), session() as made, tf.device("/cpu:0"):
         fed = tf.placeholder(tf.float32, x.shape if is_known else [None, CHANNELS])
         packed = call(moments_by_differences, fed, None, axis=1)
         _, _, variance = made.run(split(merge(packed, channels=CHANNELS, counts=counts_of(fed))), {fed: x})

@@ -145,7 +145,8 @@ def test_averages_of_the_weights_are_those_of_one_tower_and_evaluate(tmp_path):
     path = str(tmp_path / "model")
 
     def train(num_towers, initial=None, save=None):
-        with tf.Graph().as_default():
+        # Of ref variables on another device TensorFlow averages what they were before the step.
+        with tf.Graph().as_default(), tf.device("/cpu:0"):
             replicas = build(model, (X, Y), num_towers)
             train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
             average = tf.train.ExponentialMovingAverage(0.75)

@@ -181,7 +181,8 @@ def test_towers_within_a_loop_read_variables_anew_in_each_step(placement):
     def model(x):
         return tf.reduce_mean(tf.square(tf.reduce_sum(x * w, 1) - 1))
 
-    w = tf.get_variable("w", [4], tf.float64, tf.ones_initializer())
+    with tf.device("/cpu:0"):
+        w = tf.get_variable("w", [4], tf.float64, tf.ones_initializer())
 
     def body(i):
         with tf.variable_scope(tf.get_variable_scope(), reuse=True):

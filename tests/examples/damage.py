@@ -139,15 +139,16 @@ def limited(kind, most):
 def run(main, arguments):
     """Runs a command line in this process, which is ended should it wait for ever; returns its status, output and errors.
 
-    It may take a few gigabytes more than this process has, and no more: what reads an enormous file fails.
+    It may take a few gigabytes more than this process has, and no more: what reads an enormous file fails. Addresses alone, which
+    CUDA takes by the hundred gigabytes, are not limited.
     """
     out, err = io.StringIO(), io.StringIO()
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
     usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     faulthandler.dump_traceback_later(_PATIENCE, exit=True)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), tf.Graph().as_default(), \
-                limited(resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY):
+                limited(resource.RLIMIT_DATA, pages * resource.getpagesize() + _MEMORY):
             status = main([str(argument) for argument in arguments])
     finally:
         faulthandler.cancel_dump_traceback_later()
