@@ -1,4 +1,6 @@
 """Where variables stand, and that it changes nothing else."""
+import re
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -174,6 +176,28 @@ def test_a_variable_that_towers_write_is_not_copied():
 
     towers.TowerBuilder(cpus(2), variable_placement="replicated").build(clips, (X,))
     assert not [op for op in tf.get_default_graph().get_operations() if "/replicated/" in op.name]
+
+
+@pytest.mark.parametrize("devices,named", [(["/cpu:0", "/gpu:0"], "Tower 1 on /gpu:0 .*'w'"), (["/gpu:0"] * 2, "Tower 0 "),
+                                           (["/cpu:0", "/cpu:1"], None)])
+@pytest.mark.parametrize("in_loop", [True, False])
+def test_a_tower_that_reads_a_variable_once_for_all_steps_of_a_loop_is_named(devices, named, in_loop, recwarn):
+    if tf.resource_variables_enabled():
+        pytest.skip("it is read anew in each step")
+    with tf.device("/cpu:0"):
+        w = tf.get_variable("w", [4], tf.float64)
+
+    def step(i):
+        replicas = towers.TowerBuilder(devices).build(lambda x: tf.reduce_mean(tf.square(x * w)), (X,))
+        with tf.control_dependencies([towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.125))]):
+            return i + 1
+
+    if in_loop:
+        tf.while_loop(lambda i: i < 4, step, [0])
+    else:
+        step(0)
+    messages = [str(w.message) for w in recwarn if "once for all steps" in str(w.message)]
+    assert len(messages) == (named is not None and in_loop) and all(re.search(named, each) for each in messages)
 
 
 @pytest.mark.parametrize("placement", ["first", "replicated"])

@@ -8,6 +8,7 @@ from towers.gradients import average_gradients, losses_of, scaled_gradients
 from towers.replicas import Tower, Towers
 from towers.transforms import Step, begin, check_transforms
 from towers.update_ops import chosen_update_ops
+from towers.variable_placement import warn_of_stale_reads
 
 __all__ = ["minimize"]
 
@@ -54,6 +55,7 @@ def minimize(replicas: Towers, optimizer: Optimizer, update_ops: UpdateOps = "fi
     factors, finish = begin(transforms, Step(replicas, updates))
     tower_grads = scaled_gradients(replicas, optimizer, var_list, losses, factors)
     grads = average_gradients(replicas, tower_grads, updates, losses, pack)
+    warn_of_stale_reads(grads, [tower.context for tower in replicas])
     scope = tf.get_default_graph().get_name_scope()
 
     def apply(grads):

@@ -4,9 +4,11 @@ import weakref
 
 import tensorflow.compat.v1 as tf
 
+from towers.graph_walk import is_ref
 from towers.placement import HOST, check_device
+from towers.private import is_in_loop
 
-__all__ = ["TowerDevices", "placement_of", "warn_of_other_devices"]
+__all__ = ["TowerDevices", "placement_of", "warn_of_other_devices", "warn_of_stale_reads"]
 
 _VARIABLES = frozenset(["Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"])
 # What goes to where a variable stands, whoever asks for it, and what has no cost anywhere. RestoreV2 is what
@@ -95,3 +97,27 @@ def warn_of_other_devices(ops, tower):
         "All towers' work is done there. Leave devices out of the model function, or name towers.current_tower().device."
         % (tower.index, ops[0].device, tower.device, ops[0].name), stacklevel=4)
     return True
+
+
+def warn_of_stale_reads(gradients, towers):
+    """Warns where towers are trained in a `tf.while_loop` and one of them takes a copy of a variable for all of the loop's steps.
+
+    A ref variable that was made outside is read when the loop begins. On its own device that is the variable's memory, which the
+    steps write; on another, unless CPUs of one process share it, a copy.
+
+    Args:
+      gradients: list of (gradient, variable) that are to be applied.
+      towers: list of `TowerContext`.
+    """
+    for _, variable in [pair for pair in gradients if is_in_loop(pair[0].op)]:
+        place = tf.DeviceSpec.from_string(variable.device)
+        for tower in towers:
+            own = tf.DeviceSpec.from_string(tower.device)
+            kinds = {place.device_type or own.device_type, own.device_type}
+            is_its = kinds == {"CPU"} or len(kinds) == 1 and place.device_index in (None, own.device_index)
+            if is_ref(variable.op.outputs[0]) and not is_its:
+                warnings.warn(
+                    "Tower %d on %s reads the variable %r, of %s, once for all steps of the tf.while_loop: it trains on what the "
+                    "variable was before the loop. Call tf.enable_resource_variables() when the program starts, or take the "
+                    "steps by towers.repeat." % (tower.index, tower.device, variable.op.name, variable.device), stacklevel=4)
+                return
