@@ -1,0 +1,149 @@
+"""The terms that a loss adds up, and what it divides each of them by."""
+import tensorflow.compat.v1 as tf
+
+from towers.along_examples import SIZES, lies_along_examples, reduces_first_axis
+from towers.divisors import (
+    DIVIDES, MOST_DIVISORS, PASSES, RESHAPES, Divisor, divisors_of, divisors_within, is_given, number_of, size_of)
+from towers.graph_walk import end_of
+from towers.own_data import own_leaves, takes_own_data
+from towers.private import is_in_loop
+
+__all__ = ["terms_of"]
+
+_OF_LOOPS = frozenset(["Enter", "Exit", "Merge", "NextIteration", "Switch"])
+_OF_WEIGHTS = frozenset(["L2Loss", "Sqrt", "Square"])  # what decays end with, beside sums and means
+
+
+def terms_of(loss, context):
+    """Yields the terms of a loss, (tensor, divisors, is_sum).
+
+    - A tensor: what is added up along its first axis, if `is_sum`; else a term that is no sum, or one of no examples.
+    - A tuple of `Divisor`, what the loss divides it by.
+    """
+    seen, stack = set(), [(loss, (), False)]
+    while stack:
+        tensor, divisors, is_within = stack.pop()  # a sum, which repeats what is added to its examples
+        kind, inputs = tensor.op.type, list(tensor.op.inputs)
+        if (tensor.name, divisors, is_within) in seen or len(divisors) > MOST_DIVISORS:
+            continue
+        seen.add((tensor.name, divisors, is_within))
+        following = []
+        examples = _taken_one_by_one(tensor, context)
+        if examples is not None:
+            yield examples, divisors + divisors_within(tensor, context), True
+        elif kind in RESHAPES:
+            following = [(inputs[0], divisors)]
+        elif kind in PASSES:
+            following = [(source, divisors) for source in inputs]
+        elif kind == "Mul":
+            following = _without_factors(tensor.op, divisors, context)
+        elif kind in DIVIDES and (is_given(inputs[1]) or size_of(inputs[1], context) is not None):
+            following = [(inputs[0], divisors + divisors_of(inputs[1], tensor.op, context))]
+        elif kind in ("Select", "SelectV2") and inputs[0].shape.rank == 0 and any(map(_is_zero, inputs[1:])):
+            following = [(source, divisors) for source in inputs[1:]]
+        elif kind == "Mean" and _is_of_sums(inputs[0]):
+            following = [(inputs[0], divisors)]  # over what is no number of examples
+        elif kind in _OF_LOOPS:
+            following = [(source, divisors) for source in _from_round_to_round(tensor.op)]
+        elif kind in ("Einsum", "MatMul"):
+            for summed, other in _contracted(tensor.op):
+                if other is None:
+                    yield summed, divisors, True
+                elif takes_own_data([other], context):
+                    yield summed, divisors + divisors_within(other, context), True
+        elif kind == "L2Loss" or kind == "Sum" and reduces_first_axis(tensor.op):
+            yield inputs[0], divisors, True
+        if kind == "Sum" and examples is None and reduces_first_axis(tensor.op) is not None:
+            following = [(inputs[0], divisors)]  # over classes, say: of what lies along the examples still
+        adds_up = kind in ("Mean", "Sum") and not _is_list(inputs[0])
+        if divisors and not is_within and (adds_up or kind in _OF_WEIGHTS):
+            yield tensor, divisors, False
+        is_within = is_within or adds_up
+        stack.extend((source, by, is_within) for source, by in following)
+
+
+def _without_factors(op, divisors, context):
+    """Returns what a product is of besides numbers, and all that this is divided by: a list of (tensor, divisors)."""
+    inputs = list(op.inputs)
+    numbers = [number_of(tensor) for tensor in inputs]
+    if context.num_towers in numbers or 0 in numbers:
+        return []  # a sum, and meant as one; or nothing
+    if any(number is not None for number in numbers):
+        more = tuple(Divisor(1 / number, "factor", op.name) for number in numbers if number)
+        return [(tensor, divisors + more) for tensor, number in zip(inputs, numbers) if number is None]
+    own = [tensor for tensor in inputs if takes_own_data([tensor], context)]
+    return [(own[0], divisors)] if len(own) == 1 and all(is_given(tensor) for tensor in inputs if tensor is not own[0]) else []
+
+
+def _from_round_to_round(op):
+    """Returns what an op of a tf.while_loop of control flow 1 hands on, a list of tensors; of a tf.cond nothing."""
+    if op.type == "Merge":
+        return list(op.inputs) if any(source.op.type == "NextIteration" for source in op.inputs) else []
+    if op.type == "Switch":
+        return [op.inputs[0]] if op.inputs[0].op.type == "Merge" else []
+    return [op.inputs[0]]
+
+
+def _taken_one_by_one(tensor, context):
+    """Returns the examples of which a tensor in a loop holds one, another in each round, and no others; else None."""
+    if tensor.op.type in _OF_LOOPS | PASSES | DIVIDES | {"Mul", "Select", "SelectV2"} or not is_in_loop(tensor.op):
+        return None  # what is followed further, or could be divided by anything
+    own, found, seen, stack = own_leaves(context), None, set(), [tensor]
+    while stack:
+        tensor = stack.pop()
+        op = tensor.op
+        if end_of(tensor) in own:
+            return None
+        is_state = op.type in _OF_LOOPS and op.type != "Enter"
+        if is_state and tensor.dtype.is_floating:  # what the largest of all is held against, say
+            return None
+        if op in seen or is_state or op.type in SIZES:
+            continue
+        seen.add(op)
+        is_row = op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") & 1 or (
+            op.type == "GatherV2" and op.inputs[1].shape.rank == 0)
+        is_row = is_row and tf.get_static_value(op.inputs[1]) is None
+        if op.type == "TensorArrayScatterV3" or is_row:
+            examples = op.inputs[2 if op.type == "TensorArrayScatterV3" else 0]
+            if lies_along_examples(examples, context):
+                found = examples
+                continue
+        stack.extend(op.inputs)
+    return found
+
+
+def _is_list(tensor):
+    """Tells whether a tensor holds a list of scalars."""
+    while tensor.op.type in RESHAPES:
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "Pack" and all(source.shape.rank == 0 for source in tensor.op.inputs)
+
+
+def _is_of_sums(tensor):
+    """Tells whether a tensor holds a list of scalars, or sums along an axis, so that its mean is none over examples."""
+    if _is_list(tensor):
+        return True
+    while tensor.op.type in RESHAPES:
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "Sum" and reduces_first_axis(tensor.op) is True and tensor.shape.is_fully_defined()
+
+
+def _contracted(op):
+    """Yields (summed, other), what a product of tensors adds up along its first axis, and by what there, None by nothing."""
+    if op.type == "Einsum":
+        labels, _, of_output = op.get_attr("equation").decode().partition("->")
+        labels = labels.split(",")
+        first = labels[0][:1]
+        if len(labels) == 2 and first != "." and first not in of_output:
+            if first not in labels[1]:
+                yield op.inputs[0], None
+            elif first == labels[1][0]:
+                yield op.inputs[0], op.inputs[1]
+    elif op.get_attr("transpose_a"):
+        yield op.inputs[0], op.inputs[1]
+    elif not op.get_attr("transpose_b"):
+        yield op.inputs[1], op.inputs[0]
+
+
+def _is_zero(tensor):
+    return tensor.op.type == "ZerosLike" or number_of(tensor) == 0
