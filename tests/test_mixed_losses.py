@@ -29,6 +29,11 @@ def losses(x):
     return tf.reduce_sum(tf.square(features(x)), 1)
 
 
+def lengths(x):
+    """From 1 to 3 for each example; the largest is another one in each tower."""
+    return tf.cast(1.2 * tf.abs(x[:, 1]), tf.int32) + 1
+
+
 def sigmoids(x):
     return tf.sigmoid(tf.reduce_sum(features(x), 1))
 
@@ -119,6 +124,10 @@ def centers(x, classes):
 
 
 MIXED = {
+    "as long as the longest": lambda x, *_: tf.reduce_mean(tf.square(features(x)[:, :tf.reduce_max(lengths(x))])),
+    "as long as the longest, of each": lambda x, *_: tf.reduce_mean(tf.exp(tf.reduce_mean(
+        tf.slice(features(x), [0, 0], tf.stack([tf.shape(x)[0], tf.reduce_max(lengths(x))])), 1))),
+    "tf.sequence_mask": lambda x, *_: tf.reduce_mean(losses(x)[:, None] * tf.sequence_mask(lengths(x), dtype=x.dtype)),
     "class weights, gathered": lambda x, _, classes: tf.reduce_mean(losses(x) * tf.gather(rarity(classes), classes)),
     "class weights by one-hot labels": lambda x, _, classes: tf.reduce_mean(
         losses(x) * tf.reduce_sum(one_hot(classes) * rarity(classes), 1)),
@@ -277,6 +286,10 @@ def as_wide_as_the_largest(x, _, classes):
 MEANS = {
     "of each segment": of_each_segment,
     "as wide as the largest": as_wide_as_the_largest,
+    "tf.sequence_mask of a known length": lambda x, *_: tf.reduce_mean(
+        losses(x)[:, None] * tf.sequence_mask(lengths(x), 5, x.dtype)),
+    "tf.sequence_mask, over each one's length": lambda x, *_: tf.reduce_mean(tf.reduce_sum(
+        losses(x)[:, None] * tf.sequence_mask(lengths(x), dtype=x.dtype), 1) / tf.cast(lengths(x), x.dtype)),
     "a mean by class": lambda x, _, classes: tf.reduce_sum(
         tf.unsorted_segment_sum(losses(x), classes, 7) * [1., 2., 3., 4., 5., 6., 7.]) / tf.cast(tf.shape(x)[0], x.dtype),
     "weights of classes": lambda x, _, classes: tf.reduce_mean(losses(x) * (

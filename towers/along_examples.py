@@ -31,6 +31,9 @@ _VALUES.update((kind, (0,)) for kind in (
     "BroadcastTo", "Cumsum", "ExpandDims", "MirrorPad", "Pad", "Reshape", "ReverseV2", "Slice", "SplitV", "StridedSlice",
     "Switch", "Tile", "Transpose"))
 _VALUES.update((kind, ()) for kind in ("LinSpace", "RandomStandardNormal", "RandomUniform", "Range", "TruncatedNormal"))
+# The numbers of the inputs that say how long what an op makes is, along each axis.
+_SAY_SIZES = {"BroadcastTo": (1,), "Fill": (0,), "Range": (0, 1, 2), "Reshape": (1,), "Slice": (1, 2), "StridedSlice": (1, 2),
+              "Tile": (1,)}
 _COUNTS_CLASSES = frozenset(["Bincount", "DenseBincount"])
 # What computes each row of its output of the same rows of its inputs.
 _OF_ROWS = frozenset([
@@ -126,6 +129,11 @@ def _are_counted(tensor):
     return chooser(tensor) is not None or _unmoved(tensor).op.type == "Where"
 
 
+def _of_axis(sizes, axis):
+    """Returns what a tensor of sizes, one for each axis, has for one of them, if that is known apart."""
+    return sizes.op.inputs[axis] if sizes.op.type == "Pack" and axis < len(sizes.op.inputs) else sizes
+
+
 def _is_of_segments(op):
     return op.type.startswith("UnsortedSegment")
 
@@ -155,7 +163,7 @@ class Examples:
         self._leaves, self._stand_ins = own_leaves(towers[0].context) - of_all, towers[0].context.meetings.stand_ins
         self._sizes = [tf.dimension_value(op.outputs[number].shape[0]) or 0 for op, number in self._leaves
                        if op.outputs[number].shape.rank]
-        self._are_in, self._lie_along, self._are_spread = {}, {}, {}
+        self._are_in, self._lie_along, self._are_spread, self._are_as_long = {}, {}, {}, {}
 
     def end_at(self, tensor):
         """Tells whether nothing is to be looked for behind a tensor: of the batch or of all towers, or where nothing is sure."""
@@ -195,6 +203,11 @@ class Examples:
         return any(self._reaches((tensor, axis, WHOLE), self._are_spread, self._places, self._is_repeated)
                    for axis in range(tensor.shape.rank or 0))
 
+    def tell_length(self, tensor, axis):
+        """Tells whether a tensor is as long along an axis as the tower's examples say, as the longest of them say."""
+        return tf.dimension_value(tensor.shape[axis]) is None and self._reaches(
+            (tensor, axis, WHOLE), self._are_as_long, self._places, self._is_made_as_long)
+
     def are_reduced(self, op):
         """Tells whether a reduction, `tf.reduce_sum` say, takes an axis away along which examples lie."""
         return any(self.lie_along(op.inputs[0], axis) for axis in reduced_axes(op) or ())
@@ -222,6 +235,11 @@ class Examples:
 
     def _is_of_batch(self, tensor, axis, part):
         return axis == 0 and part[0] == 1 and self.is_given(tensor)
+
+    def _is_made_as_long(self, tensor, axis, _):
+        op = tensor.op
+        numbers = _SAY_SIZES.get(op.type, ())
+        return any(self.are_in(_of_axis(op.inputs[number], axis)) for number in numbers if number < len(op.inputs))
 
     def _is_repeated(self, tensor, axis, _):
         row = tensor.op.inputs[0] if tensor.op.type in ("BroadcastTo", "Tile") else None

@@ -10,7 +10,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.along_examples import COUNTS, EXTREMES, NO_VALUES, PRODUCTS, SIZES, SUMS, Examples, chooser, values_of
-from towers.axes import product_axes
+from towers.axes import product_axes, reduced_axes
 
 __all__ = ["warn_of_mixed"]
 
@@ -31,7 +31,8 @@ _HOW = {"divides": "is divided by what depends on the tower's own examples (%r)"
         "pairs": "holds each of the tower's examples against each other one (%r)",
         "chooses": "is of a part of the tower's examples, chosen among all of them (%r)",
         "shares": "gives each of the tower's examples a part of what is computed of all of them (%r)",
-        "counts": "is a mean over as many of the tower's examples as its data say (%r)"}
+        "counts": "is a mean over as many of the tower's examples as its data say (%r)",
+        "lengths": "takes a mean along an axis that is as long as the tower's own examples say (%r)"}
 
 
 def warn_of_mixed(losses, towers, stacklevel=3):
@@ -74,6 +75,8 @@ def _mixes(loss, examples):
         seen.add((tensor.name, reason))
         own = [source for source in values_of(op) if examples.are_in(source)]
         is_reduction = op.type in SUMS or op.type in EXTREMES
+        if op.type == "Mean" and _is_over_lengths(op, examples):
+            yield "lengths", op
         if is_reduction and examples.are_reduced(op):
             reason = reason or (("computes", op) if op.type in EXTREMES else None)
             chosen_by = chooser(op.inputs[0])
@@ -91,6 +94,13 @@ def _mixes(loss, examples):
             yield reason or ("computes", op)
         stack.extend(_sources(tensor, own, reason, examples))
         stack.extend((source, ("shares", op)) for source in _looked_up(op, own, examples))
+
+
+def _is_over_lengths(op, examples):
+    """Tells whether a mean is taken along an axis, not that of the examples, which is as long as these say."""
+    tensor = op.inputs[0]
+    return chooser(tensor) is None and any(examples.tell_length(tensor, axis) and not examples.lie_along(tensor, axis)
+                                           for axis in reduced_axes(op) or ())
 
 
 def _sources(tensor, own, reason, examples):
