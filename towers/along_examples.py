@@ -44,7 +44,10 @@ _REDUCTIONS = SUMS | EXTREMES | {"All", "Any", "ArgMax", "ArgMin"}
 
 
 def lies_along_examples(tensor, context):
-    """Tells whether a tensor's first axis is that of the tower's batch, or made of it and others, through all that keeps it."""
+    """Tells whether a tensor's first axis is that of the tower's batch, or made of it and others, through all that keeps it.
+
+    Loops, branches and Python functions are taken to keep it, of which `Examples` says nothing.
+    """
     own, seen, stack = own_leaves(context), set(), [tensor]
     while stack:
         tensor = stack.pop()
