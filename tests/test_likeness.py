@@ -470,6 +470,18 @@ def test_constants_that_are_filled_from_a_thousand_entries_on_are_no_difference(
             build(model, towers.PerTower([np.ones([size, 4], np.float32) for size in sizes]), 2)
 
 
+@pytest.mark.parametrize("combine", [lambda x, y: x - y, lambda x, y: y * x, lambda x, y: x / y])
+@pytest.mark.parametrize("sizes", [[5, 1], [1, 5]])
+def test_gradients_of_what_is_broadcast_to_one_example_are_no_difference(combine, sizes):
+    def model(x):
+        x = x * tf.get_variable("w", [3], x.dtype, tf.ones_initializer())
+        of_all = towers.all_reduce(tf.reduce_sum(x, 0, keepdims=True)) / 6 + 2
+        y = tf.sin(combine(x, of_all))
+        return mean(y) + mean(tf.gradients(tf.reduce_sum(y), x)[0])
+
+    build(model, towers.PerTower([tf.placeholder(tf.float64, [size, 3]) for size in sizes]), 2)
+
+
 def test_sparse_batches_are_no_difference():
     parts = [tf.SparseTensor([[0, i]], [1.0 + i], [2, 3]) for i in range(2)]
     build(lambda x: {"loss": mean(tf.sparse.to_dense(x)), "weight": 1.0}, towers.PerTower(parts), 2)

@@ -88,6 +88,8 @@ class _Comparison:
         self._first, self._other = first, other
         self._positions, self._functions, self._nodes = positions, functions, nodes
         self._same_sizes = [_known(s) for s in first.shapes] == [_known(s) for s in other.shapes]
+        sizes = [shape[0] for shape in map(_known, first.shapes + other.shapes) if shape]
+        self._one_is_of_one = not self._same_sizes and 1 in sizes
         self._seen, self._stack = set(), []
         self.differences = []
 
@@ -138,9 +140,9 @@ class _Comparison:
 
     def _compare_ops(self, a, b):
         (op, index), (other, other_index) = a, b
-        if op.type != other.type and not self._same_sizes and "AddN" in (op.type, other.type):
-            # A sum over the examples of a tower that has one is no sum.
-            self._stack.append(tuple(_first_input(end) if end[0].type == "AddN" else end for end in (a, b)))
+        are_sums = [_is_left_out_of_one(op), _is_left_out_of_one(other)] if self._one_is_of_one else [False]
+        if op.type != other.type and any(are_sums):
+            self._stack.append(tuple(_first_input(end) if is_sum else end for end, is_sum in zip((a, b), are_sums)))
             return
         if {op.type, other.type} == {"Const", "Fill"} and not self._same_sizes and _fill_alike(op, other):
             return  # tf.zeros and tf.ones of a known shape are constants up to a thousand entries, and filled from there on
@@ -219,6 +221,17 @@ class _Comparison:
 
 def _first_input(end):
     return end[0].inputs[0].op, end[0].inputs[0].value_index
+
+
+def _is_left_out_of_one(op):
+    """Tells whether an op belongs to a sum over examples, as in the gradient of a broadcast, which is none in a tower of one."""
+    if op.type == "Reshape":
+        op = op.inputs[0].op
+        op = op.inputs[0].op if op.type == "Neg" else op
+    if op.type != "Sum":
+        return op.type == "AddN"
+    axes = tf.get_static_value(op.inputs[1])
+    return 0 in np.reshape(axes, -1) if axes is not None else op.inputs[1].op.type == "BroadcastGradientArgs"
 
 
 def _fill_alike(*ops):
