@@ -132,9 +132,15 @@ def _are_counted(tensor):
     return chooser(tensor) is not None or _unmoved(tensor).op.type == "Where"
 
 
-def _of_axis(sizes, axis):
-    """Returns what a tensor of sizes, one for each axis, has for one of them, if that is known apart."""
-    return sizes.op.inputs[axis] if sizes.op.type == "Pack" and axis < len(sizes.op.inputs) else sizes
+def _of_axis(op, number, axis):
+    """Returns what input `number` of an op, of a number for each axis, has for an axis of the output, a list of tensors."""
+    sizes = op.inputs[number]
+    if sizes.op.type != "Pack":
+        return [sizes]
+    parts = list(sizes.op.inputs)
+    if op.type == "StridedSlice":  # an index is an axis less
+        parts = [part for i, part in enumerate(parts) if not op.get_attr("shrink_axis_mask") & 1 << i]
+    return parts[axis:axis + 1]
 
 
 def _is_of_segments(op):
@@ -242,7 +248,7 @@ class Examples:
     def _is_made_as_long(self, tensor, axis, _):
         op = tensor.op
         numbers = _SAY_SIZES.get(op.type, ())
-        return any(self.are_in(_of_axis(op.inputs[number], axis)) for number in numbers if number < len(op.inputs))
+        return any(self.are_in(size) for number in numbers if number < len(op.inputs) for size in _of_axis(op, number, axis))
 
     def _is_repeated(self, tensor, axis, _):
         row = tensor.op.inputs[0] if tensor.op.type in ("BroadcastTo", "Tile") else None
