@@ -326,7 +326,9 @@ def test_a_saved_model_of_training_and_of_evaluation_loads(tmp_path):
                 tf.saved_model.simple_save(made, folder, {"x": x}, {"y": y})
         with tf.Graph().as_default(), tf.Session(config=towers.session_config(cpus(2))) as loaded:
             tf.saved_model.load(loaded, ["serve"], folder)
-            np.testing.assert_allclose(loaded.run(y.name, {x.name: X}), expected, atol=1e-6)
+            # What has no device runs on a GPU, where there is one, and rounds otherwise; elsewhere no bit differs.
+            rounding = 1e-6 if tf.config.experimental.list_physical_devices("GPU") else 0
+            np.testing.assert_allclose(loaded.run(y.name, {x.name: X}), expected, rtol=0, atol=rounding)
 
 
 def test_nodes_a_layer_and_tower_are_few():

@@ -77,8 +77,9 @@ def test_synced_towers_train_as_one_and_unsynced_ones_do_not(finished):
     np.testing.assert_allclose(synced["first_losses_in_float64"], one["first_losses_in_float64"], rtol=1e-10)
     np.testing.assert_allclose(one["first_losses"], one["first_losses_in_float64"], rtol=1e-2)
     assert np.abs(np.subtract(unsynced["first_losses_in_float64"], one["first_losses_in_float64"])).max() > 1e-3
-    # Moving averages have no part in training. On a GPU two runs differ by rounding.
-    np.testing.assert_allclose(of_all["first_losses"], unsynced["first_losses"], rtol=1e-6)
+    # Moving averages have no part in training. On a GPU two runs differ by rounding, elsewhere in no bit.
+    rounding = 1e-6 if tf.config.experimental.list_physical_devices("GPU") else 0
+    np.testing.assert_allclose(of_all["first_losses"], unsynced["first_losses"], rtol=rounding)
     assert [run["curve"][-1] for run in runs.values()] == [[5, round(run["first_losses"][-1], 5)] for run in runs.values()]
     assert all(0 <= run["test_accuracy"] <= 1 for run in runs.values())
 
