@@ -482,6 +482,18 @@ def test_gradients_of_what_is_broadcast_to_one_example_are_no_difference(combine
     build(model, towers.PerTower([tf.placeholder(tf.float64, [size, 3]) for size in sizes]), 2)
 
 
+def test_gradients_that_are_added_up_in_another_order_are_no_difference():
+    def model(x):
+        x = x * tf.get_variable("w", [3], x.dtype, tf.ones_initializer())
+        means = towers.all_reduce(tf.reduce_sum(x, 0)) / 7
+        y = bn(x)
+        y = bn(tf.sin(y + 0.3 * x), name="bn2", renorm=True)
+        y = tf.concat([x - means, y], 1)
+        return mean(tf.gradients(tf.reduce_sum(tf.sin(y)), x)[0])
+
+    build(model, towers.PerTower([tf.placeholder(tf.float64, [None, 3]) for _ in range(3)]), 3)
+
+
 def test_sparse_batches_are_no_difference():
     parts = [tf.SparseTensor([[0, i]], [1.0 + i], [2, 3]) for i in range(2)]
     build(lambda x: {"loss": mean(tf.sparse.to_dense(x)), "weight": 1.0}, towers.PerTower(parts), 2)

@@ -79,6 +79,11 @@ class _View:
         self.leaves = {}
         for number, leaf in enumerate(leaves):
             self.leaves.setdefault((leaf.op, leaf.value_index), number)
+        self._name_scope = tower.context.name_scope
+
+    def by_name(self, tensors):
+        """Returns tensors by their names without the tower's, in the order of these."""
+        return dict(sorted((tensor.name.replace(self._name_scope, ""), tensor) for tensor in tensors))
 
 
 class _Comparison:
@@ -168,8 +173,13 @@ class _Comparison:
                          % (op.name, difference[0], self._other.index, other.name, difference[1]))
             return
         skipped = _seeds(op)
+        inputs, others = list(op.inputs), list(other.inputs)
+        if op.type == "AddN":  # tf.gradients adds up in whatever order it comes by, which is another where towers wait for others
+            named, others_named = self._first.by_name(inputs), self._other.by_name(others)
+            if list(named) == list(others_named):
+                inputs, others = list(named.values()), list(others_named.values())
         self._stack.extend(((x.op, x.value_index), (y.op, y.value_index))
-                           for i, (x, y) in enumerate(zip(op.inputs, other.inputs)) if i not in skipped)
+                           for i, (x, y) in enumerate(zip(inputs, others)) if i not in skipped)
 
     def _is_outside(self, op, first):
         """Tells whether an op was made before the towers."""
