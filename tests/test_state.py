@@ -179,6 +179,18 @@ def test_collected_counter_counts_once_under_every_policy(resource):
             assert after["count"] == wanted
 
 
+@pytest.mark.parametrize("policy", ["first", "all", "last"])
+def test_collected_update_behind_a_layers_update_in_line_runs_once_under_every_policy(policy, resource):
+    def model(x):
+        y = tf_syncbn.sync_batch_norm(x * variable("w", [3], resource, value=0.5), momentum=0.5, updates_collections=None)
+        average = variable("average", [3], resource, trainable=False, value=1.0)
+        of_all = towers.all_reduce(tf.reduce_sum(tf.exp(y), 0)) / len(X)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(average, 0.2 * tf.stop_gradient(average - of_all)))
+        return tf.reduce_mean(tf.sin(y))
+
+    assert_equals_one_batch(model, (X,), 3, update_ops=policy)
+
+
 def test_moving_average_of_a_weight_inside_the_model_trains_as_one_batch(resource):
     if tf.control_flow_v2_enabled() and not resource:
         pytest.skip("TensorFlow's own tf.cond of control flow 2 reads a ref variable that may hold nothing yet")

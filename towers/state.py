@@ -265,8 +265,11 @@ class _State:
                 items = graph.get_collection_ref(key)
                 items[:] = self._now(items)
         same = set(self._stands_for.values())
-        of_all, apart = (descendants(ops, first.made) for ops in (same.intersection(first.writes), set(first.writes) - same))
-        first.tower.context.shared_updates.extend(
+        shared = first.tower.context.shared_updates
+        run_anyway = first.needed | ancestors(shared, within=first.made)  # a layer's update in line, say, which others wait for
+        of_all, apart = (descendants(ops, first.made) for ops in (
+            same.intersection(first.writes), set(first.writes) - same - run_anyway))
+        shared.extend(
             update for update in first.tower.own_updates if op_of(update) in of_all and op_of(update) not in apart)
         return [view.tower._replace(
             outputs=tf.nest.map_structure(self._stand_in, view.tower.outputs, expand_composites=True),
