@@ -373,6 +373,13 @@ def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")
 
 
+@pytest.mark.parametrize("layer", [of_sums, of_sums_by_a_constant, of_sums_of_sums, by_computing_formula, masked])
+def test_what_follows_a_masked_batch_norm_is_divided_by_its_own_number(layer):
+    for sizes in SIZES:
+        model = tf_syncbn.convert_model(model_of(lambda x: layer(masked(x) + 0.5 * x)))
+        assert_equals_one_batch(model, batch_of(4, 3), len(sizes), sizes)
+
+
 @pytest.mark.parametrize("layer", [corrected, corrected_at_once, corrected_of_unknown_size, corrected_by_a_product])
 def test_bessels_correction_is_that_of_all_towers(layer):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(4, 3))

@@ -167,7 +167,7 @@ def _sums(root, model, known):
 
     What is `known` is of an earlier one: its ops, and where its counts go in.
     """
-    sums, weights, counts, are_all = statistics_of(root, model)
+    sums, weights, counts, are_all = statistics_of(root, model, known)
     sums = sorted((op for op in sums if op not in known and forward_op_of(op) is None), key=model.order.get)
     use = use_of(root, model) if sums else None
     if use != "scales" or not are_all:

@@ -104,8 +104,17 @@ def use_of(root, model):
     return use
 
 
-def statistics_of(root, model):
-    """Looks for what a root has of the examples; returns `Statistics`."""
+def statistics_of(root, model, known):
+    """Looks for what a root has of the examples.
+
+    Args:
+      root: operation.
+      model: `tf_syncbn.conversion.layout.Examined`.
+      known: set of ops, and of places of counts, of earlier batch norms. Their sums are among the root's, their weights are not.
+
+    Returns:
+      `Statistics`.
+    """
     sums, counts, are_all, seen = set(), {}, True, set()
     stack = [(root, i) for i in _given_moments(root) or range(len(root.inputs))]
     while stack:
@@ -128,14 +137,15 @@ def statistics_of(root, model):
                     stack += [(source, k) for k in _valued(source)]
             else:
                 stack += [(source, k) for k in _valued(source)]
-    weights, of_weights = find_weights(sums, root, model)
+    all_weights, of_weights = find_weights(sums, root, model)
     counts.update(of_weights)
-    for op in sums - weights:
+    weights = {op.inputs[i].op for place, numbers in of_weights.items() if place not in known for op, i in numbers}
+    for op in sums - all_weights:
         more, are_known = divisors_of(op, model, lambda consumer: is_root(consumer) or use_of(consumer, model) is not None,
                                       bool(weights))
         counts.update(more)
         are_all = are_all and are_known
-    return Statistics(sums, weights, counts, are_all)
+    return Statistics(sums - all_weights | weights, weights, counts, are_all)
 
 
 def _of_each(op, model):
