@@ -94,6 +94,34 @@ def test_gradients_that_are_those_of_the_whole_batch_pass_in_silence(name):
         assert_equals_one_batch(SAME[name], (X, Y), 3, sizes=[2, 4, 3], steps=2)
 
 
+def of_each(x):
+    """Each example normalized by its own moments, whose gradients add up over it alone."""
+    mean, variance = tf.nn.moments(x, [1], keep_dims=True)
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        scale = tf.get_variable("scale", [4], x.dtype, tf.constant_initializer([1., 2., -1., 0.5]))
+    return tf.reduce_sum(tf.tanh(tf.nn.batch_normalization(x, mean, variance, None, scale, 1e-3)), 1)
+
+
+@pytest.mark.parametrize("sizes", [[1, 3], [3, 1], [1, 1]])
+def test_gradients_by_an_example_s_own_moments_pass_in_silence_where_it_is_alone_too(sizes):
+    count = sum(sizes)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + WORDS)
+        assert_equals_one_batch(lambda x, y: penalty(x, y, of_each, tf.reduce_sum), (X[:count], Y[:count]), 2, sizes, steps=2)
+
+
+@pytest.mark.parametrize("shape", [[4], [1, 4]])
+@pytest.mark.parametrize("sizes", [[1, 3], [3, 1]])
+def test_gradients_by_a_bias_are_said_where_a_tower_has_one_example(shape, sizes):
+    def model(x, y):
+        b = tf.get_variable("b", shape, x.dtype, tf.zeros_initializer())
+        losses = tf.square(tf.reduce_sum(tf.tanh(x + b), 1) - y)
+        return tf.reduce_mean(losses) + tf.reduce_sum(tf.square(tf.gradients(tf.reduce_sum(losses), b)[0]))
+
+    with pytest.warns(UserWarning, match=WORDS):
+        build(model, towers.PerTower([(X[:size], Y[:size]) for size in sizes]), 2)
+
+
 def test_a_normed_step_through_a_layer_in_which_even_towers_meet_passes_in_silence():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*" + WORDS)

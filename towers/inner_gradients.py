@@ -7,6 +7,7 @@ otherwise in silence, as in an adversarial step, a gradient penalty or an inner 
 import warnings
 
 from towers.along_examples import Examples, sizes_of_examples
+from towers.axes import reduced_axes
 from towers.gradient_hook import detail_of
 from towers.private import control_flow_of, forward_op_of
 
@@ -17,7 +18,7 @@ _OF_WEIGHTS = ("BiasAddGrad", "Conv2DBackpropFilter", "Conv3DBackpropFilterV2", 
 
 
 def warn_of_inner_gradients(losses, towers, stacklevel=3):
-    """Warns, once, where tower 0's loss depends on gradients that its model function took of its own examples together.
+    """Warns, once, where a tower's loss depends on gradients that its model function took of its own examples together.
 
     Only what is sure is said: nothing of gradients whose scale is taken away again, by their sign or their norm, but where they
     pass layers in which towers of other sizes meet; nothing inside of loops and branches.
@@ -27,9 +28,11 @@ def warn_of_inner_gradients(losses, towers, stacklevel=3):
       towers: list of `Tower`.
       stacklevel: int, as of `warnings.warn`.
     """
-    tower = towers[0]
-    if tower.context.num_towers == 1:
+    if towers[0].context.num_towers == 1:
         return
+    # Of one example nothing is added up, in tower 0 perhaps but not in others.
+    losses, towers = zip(*sorted(zip(losses, towers), key=lambda of_tower: 1 in sizes_of_examples(of_tower[1:])))
+    tower = towers[0]
     found = [op for op in tower.ops if forward_op_of(op) is not None and control_flow_of(op) is None]
     examples = Examples(towers) if found else None
     needed = examples.needed_by(losses[0]) if found else ()
@@ -58,7 +61,20 @@ def _is_of_layer(op):
 def _adds_up_examples(op, examples):
     if op.type in _OF_WEIGHTS:
         return examples.lie_along(op.inputs[0])
-    return examples.are_reduced(op) if op.type == "Sum" else op.type != "L2Loss" and examples.are_added_up(op)
+    if op.type == "Sum":
+        return examples.are_reduced(op) and not _is_of_one_example(op, examples)
+    return op.type != "L2Loss" and examples.are_added_up(op)
+
+
+def _is_of_one_example(op, examples):
+    """Tells whether a sum, over the axes that are 1 in what was broadcast, takes that of one example along for being 1 too."""
+    summed, made = op.inputs[0], [consumer for tensor in op.outputs for consumer in tensor.consumers()]
+    made += [consumer for neg in made if neg.type == "Neg" for consumer in neg.outputs[0].consumers()]
+    shapes = [reshape.outputs[0].shape.as_list() for reshape in made if reshape.type == "Reshape"]
+    axes = [axis - summed.shape.rank for axis in reduced_axes(op) if examples.lie_along(summed, axis)]
+    broadcast = [x for x in forward_op_of(op).inputs if x.shape.rank is not None and x.shape.as_list() in shapes]
+    return bool(broadcast) and all(summed.shape[axis] == 1 for axis in axes) and all(
+        -axis <= x.shape.rank and examples.lie_along(x, axis + x.shape.rank) for x in broadcast for axis in axes)
 
 
 def _is_of_a_mean(op, examples):
