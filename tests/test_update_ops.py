@@ -298,12 +298,13 @@ def test_updates_that_wait_for_one_another_across_towers_are_refused():
         collect_update_ops(replicas, "all")
 
 
-def centers(update):
+def centers(update, grouped=False):
     """A model whose loss reads a variable that an update op writes."""
     def model(x):
         y = tf.tanh(x * tf.get_variable("w", [4], x.dtype, tf.ones_initializer()))
         center = tf.get_variable("center", [4], x.dtype, tf.zeros_initializer(), trainable=False)
-        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(center, 0.5 * (center - update(tf.stop_gradient(y)))))
+        assigned = tf.assign_sub(center, 0.5 * (center - update(tf.stop_gradient(y))))
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.group(assigned) if grouped else assigned)
         return tf.reduce_mean((y - center) ** 2)
     return model
 
@@ -312,11 +313,22 @@ def mean_of_all(y):
     return towers.all_reduce(tf.reduce_sum(y, 0)) / towers.all_reduce(tf.cast(tf.shape(y)[0], y.dtype))
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("policy", ["first", "last"])
-def test_an_update_of_one_tower_alone_that_the_loss_reads_is_said(policy):
+def test_an_update_of_one_tower_alone_that_the_loss_reads_is_said(policy, grouped):
+    model = centers(lambda y: tf.reduce_mean(y, 0), grouped)
     with pytest.warns(UserWarning, match="writes the variable 'center' .* and the loss reads it"):
         with pytest.raises(AssertionError):
-            assert_equals_one_batch(centers(lambda y: tf.reduce_mean(y, 0)), (np.float64(X),), 3, update_ops=policy, steps=3)
+            assert_equals_one_batch(model, (np.float64(X),), 3, update_ops=policy, steps=3)
+
+
+def behind_what_the_loss_waits_for(x):
+    count = tf.get_variable("count", [], trainable=False, initializer=tf.zeros_initializer())
+    with tf.control_dependencies([tf.assign_add(count, 1.0)]):
+        x = x * tf.sqrt(1 + count.read_value())
+    moving = tf.get_variable("moving", [4], initializer=tf.zeros_initializer(), trainable=False)
+    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(moving, 0.1 * (moving - tf.reduce_mean(x, 0))))
+    return tf.reduce_mean(x ** 2 * tf.get_variable("w", [4]))
 
 
 def chosen_by_a_placeholder(x):
@@ -329,7 +341,8 @@ def chosen_by_a_placeholder(x):
 
 @pytest.mark.parametrize("model, num_towers, policy", [
     (centers(mean_of_all), 3, "first"), (centers(lambda y: tf.reduce_mean(y, 0)), 1, "first"), (ordinary(False), 3, "first"),
-    (chosen_by_a_placeholder, 3, "first"), (centers(lambda y: tf.reduce_mean(y, 0)), 3, "none")])
+    (chosen_by_a_placeholder, 3, "first"), (behind_what_the_loss_waits_for, 3, "first"),
+    (centers(lambda y: tf.reduce_mean(y, 0)), 3, "none")])
 def test_updates_of_all_towers_and_of_what_no_loss_reads_pass_in_silence(model, num_towers, policy):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The update op")

@@ -189,10 +189,10 @@ def _warn_of_unreached(tower):
 
 def _warn_of_own_state(tower, policy):
     """Warns where one tower's update alone, of its own part of the batch, writes what the loss reads."""
-    made, writes = set(tower.ops), {}
-    for update in tower.own_updates:
-        if takes_own_data([update], tower.context):
-            writes.update((variable.name, op) for op in ancestors([update], within=made) for variable in written_variables(op))
+    made = set(tower.ops)
+    run_anyway = ancestors([leaf for leaf in tf.nest.flatten(tower.outputs) if hasattr(leaf, "op")], within=made)
+    writes = {variable.name: op for op in ancestors(tower.own_updates, within=made) - run_anyway
+              for variable in written_variables(op) if takes_own_data([op], tower.context)}
     variable = _first_read(tower, writes) if writes else None
     if variable is not None:
         warnings.warn(
