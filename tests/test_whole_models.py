@@ -59,7 +59,7 @@ def test_everything_that_may_be_drawn_is_drawn():
     """Descriptions alone, of which none is built."""
     seen = set()
 
-    @hypothesis.settings(max_examples=500, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.settings(max_examples=700, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
     @hypothesis.given(cases())
     def collect(case):
         seen.update(features(case))

@@ -2,6 +2,7 @@
 
 Without towers no layer of ours is in them: `sync_batch_norm` is written out there by TensorFlow's own means and sums.
 """
+import copy
 import zlib
 
 import numpy as np
@@ -90,6 +91,7 @@ class _Network:
         self.rank = len(INPUTS[model.inputs]) + 1
         self.axis = 1 if self.is_first_channels else self.rank - 1
         self.axes = [i for i in range(self.rank) if i != self.axis]
+        self.batch_axis = 0
         self.updates = {}  # name of a variable -> its last update
         self.total = None
 
@@ -97,6 +99,7 @@ class _Network:
         x = y = self.batch["x"]
         y = self.through(self.model.layers, y, "layer")
         features = tf.reduce_mean(y, self.axes[1:]) if self.rank > 2 else y
+        self.steps = tf.reduce_sum(tf.square(y), 2) if self.model.loss == "steps" else None
         with tf.variable_scope("head"):
             logits = tf.matmul(features, variable("kernel", [CHANNELS, CLASSES])) + variable("bias", [CLASSES], value=0.0)
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=self.batch["labels"], logits=logits)
@@ -112,6 +115,11 @@ class _Network:
         if kind == "weighted":
             count = self.num_valid()
             return {"loss": tf.div_no_nan(tf.reduce_sum(losses * valid), count) + added, "weight": count}
+        if kind == "steps":
+            mask = tf.cast(tf.sequence_mask(self.batch["lengths"], TIME), tf.float64)
+            count = tf.reduce_sum(mask)
+            return {"loss": tf.reduce_sum(self.steps * mask + losses[:, None] * mask) / tf.maximum(count, 1) + added,
+                    "weight": count}
         if kind == "weighted by all":
             num_towers = towers.all_reduce(tf.ones([], tf.float64))
             mean = tf.reduce_sum(losses * valid) / towers.all_reduce(tf.reduce_sum(valid))
@@ -195,6 +203,58 @@ class _Network:
         features = tf.reduce_mean(x, self.axes[1:]) if self.rank > 2 else x
         return x * self.of_examples(tf.sigmoid(tf.matmul(features, variable("kernel", [CHANNELS, CHANNELS]))))
 
+    def _mixed_by(self, x, layer):
+        """A product with a kernel that is computed of variables."""
+        kernel = variable("kernel", [CHANNELS, CHANNELS])
+        if layer.options["kernel"] == "weight norm":
+            kernel = kernel * variable("length", [CHANNELS], value=1.5) * tf.rsqrt(tf.reduce_sum(tf.square(kernel), 0))
+        elif layer.options["kernel"] == "standardized":
+            mean, variance = tf.nn.moments(kernel, [0], keep_dims=True)
+            kernel = (kernel - mean) * tf.rsqrt(variance + 0.1)
+        else:
+            kernel = kernel + tf.transpose(kernel)
+        return self._mixed(x, kernel)
+
+    def _turned_channels(self, x, layer):
+        parts = tf.split(x, CHANNELS, self.axis)
+        return tf.concat(parts[1:] + parts[:1], self.axis)
+
+    def _largest_channels(self, x, layer):
+        def kept(y):
+            return y * tf.cast(y >= tf.nn.top_k(y, 2).values[..., -1:], y.dtype)
+        return self.channels_last(x, kept)
+
+    def _attention(self, x, layer):
+        queries, keys = (self._mixed(x, variable(name, [CHANNELS, CHANNELS])) for name in ("queries", "keys"))
+        return x + tf.matmul(tf.nn.softmax(tf.matmul(queries, keys, transpose_b=True)), x)
+
+    def _unstacked(self, x, layer):
+        states, scale = [], variable("scale", [CHANNELS])
+        for step in tf.unstack(x, axis=1):
+            states.append(tf.tanh(step + scale * states[-1]) if states else step)
+        return tf.stack(states, 1)
+
+    def _resized(self, x, layer):
+        def larger_and_back(y):
+            large = tf.image.resize_nearest_neighbor(y, [size * 2 for size in y.shape.as_list()[1:3]])
+            return tf.nn.avg_pool(tf.sin(large), [1, 3, 2, 1], [1, 2, 2, 1], "SAME")
+        return self.channels_last(x, larger_and_back)
+
+    def _reshaped(self, x, layer):
+        """Lets layers see examples in another shape, in which they may lie along another axis."""
+        def through(y):
+            shape, inner = layer.options["shape"], copy.copy(self)
+            inner.is_first_channels, inner.rank = False, 2 if shape == "rows" else 3
+            inner.model = self.model._replace(inputs="vectors" if shape == "rows" else "sequences")
+            inner.axis, inner.axes = inner.rank - 1, list(range(inner.rank - 1))
+            inner.batch_axis = 1 if shape == "time first" else 0
+            if shape == "time first":
+                return tf.transpose(inner.through(layer.branches[0], tf.transpose(y, [1, 0, 2]), "in_turn"), [1, 0, 2])
+            positions = [int(np.prod(y.shape.as_list()[1:-1]))] if shape == "positions" else []
+            z = inner.through(layer.branches[0], tf.reshape(y, [-1] + positions + [CHANNELS]), "reshaped")
+            return tf.reshape(z, [-1] + y.shape.as_list()[1:])
+        return self.channels_last(x, through)
+
     def _unused(self, x, layer):
         variable("unused", [2])
         return x
@@ -209,6 +269,8 @@ class _Network:
 
     def _state(self, x, layer):
         form, inline = layer.options["form"], layer.options["inline"]
+        if form == "average of weights":
+            return self._by_average_of_weights(x, inline)
         shape = {"counter": [], "running mean": [CHANNELS], "power iteration": [1, CHANNELS]}[form]
         state = variable("state", shape, trainable=False, value=0.0 if form == "counter" else 0.5)
         before = state.read_value() * 1.0
@@ -230,6 +292,17 @@ class _Network:
         if form == "power iteration":
             return self._mixed(x, kernel / tf.norm(tf.matmul(now, kernel)))
         return x * (1 + 0.1 * now) if form == "counter" else x - 0.5 * self.of_channels(now)
+
+    def _by_average_of_weights(self, x, inline):
+        kernel, average = variable("kernel", [CHANNELS, CHANNELS]), tf.train.ExponentialMovingAverage(0.8)
+        update = average.apply([kernel])
+        if inline:
+            with tf.control_dependencies([update]):
+                mean = average.average(kernel).read_value() * 1.0
+        else:
+            mean = average.average(kernel).read_value() * 1.0
+            tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
+        return self._mixed(x, kernel) + 0.3 * self._mixed(x, mean)
 
     def _while_loop(self, x, layer):
         scale = self.of_channels(variable("scale", [CHANNELS]))
@@ -323,7 +396,8 @@ class _Network:
         if form == "squares":
             mean = tf.reduce_mean(x, self.axes, keepdims=True)
             return (mean, tf.reduce_mean(tf.square(x), self.axes, keepdims=True) - tf.square(mean)), None
-        count = tf.cast(tf.shape(x)[0] * int(np.prod(INPUTS[self.model.inputs]) / CHANNELS), tf.float64)
+        of_each = [size for axis, size in enumerate(x.shape.as_list()) if axis not in (self.axis, self.batch_axis)]
+        count = tf.cast(tf.shape(x)[self.batch_axis] * int(np.prod(of_each)), tf.float64)
         if form == "corrected":
             mean, variance = tf.nn.moments(x, self.axes, keep_dims=True)
             return (mean, variance * count / (count - 1)), None

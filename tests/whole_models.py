@@ -13,9 +13,11 @@ from tests.support import has_tf_layers
 CHANNELS, TIME, WORDS, CLASSES = 3, 4, 5, 3
 INPUTS = {"vectors": [CHANNELS], "sequences": [TIME, CHANNELS], "images": [3, 4, CHANNELS],
           "images, channels first": [CHANNELS, 3, 4]}
-STATES = ("counter", "running mean", "power iteration")
+STATES = ("counter", "running mean", "power iteration", "average of weights")
+SHAPES = ("rows", "time first", "positions")  # in which some layers of a model see its examples
+KERNELS = ("weight norm", "standardized", "symmetric")
 FUNCTIONS = ("tanh", "relu", "softplus", "sin", "elu")
-LOSSES = ("scalar", "dict", "weighted", "weighted by all", "two")
+LOSSES = ("scalar", "dict", "weighted", "weighted by all", "two", "steps")
 PLACEMENTS = ("host", "first", "replicated", "round_robin", "balanced")
 OPTIMIZERS = ("sgd", "momentum", "adam", "rms_prop")
 TRANSFORMS = ("clip_by_global_norm", "mask_gradients", "accumulate")
@@ -24,6 +26,7 @@ DEPTHS = (1, 1, 2, 2, 3, 3, 4, 5, 6)  # most of the time is the building of grap
 # What stands where moments are taken by hand, for convert_model to find.
 BY_HAND = ("moments", "squares", "weighted", "masked", "conditional", "sums", "corrected") + (
     ("tf.layers",) if has_tf_layers() else ())
+OF_EXAMPLES = ("weighted", "masked", "conditional")  # those that weights or ids of examples go into
 
 
 # The arguments of a `sync_batch_norm` that is an ordinary one.
@@ -87,22 +90,23 @@ def mostly(draw, usual, *others):
 
 
 @st.composite
-def batch_norms(draw, kinds, inputs):
+def batch_norms(draw, kinds, inputs, masked=True):
     """Draws a batch norm of the library, or one made by hand."""
     kind = draw(st.sampled_from(kinds))
     options = dict(
         momentum=draw(st.sampled_from([0.9, 0.99, 0.5, 0.0])), epsilon=draw(st.sampled_from([1e-3, 0.1])),
         center=mostly(draw, True, False), scale=mostly(draw, True, False), twice=mostly(draw, False, False, True))
     if kind == "by hand":
-        form = draw(st.sampled_from(BY_HAND))
+        form = draw(st.sampled_from([form for form in BY_HAND if masked or form not in OF_EXAMPLES]))
         form = "moments" if form == "corrected" and inputs == "vectors" else form  # n - 1 would be 0 in a tower of one
         twice = options["twice"] and form != "tf.layers"  # whose two updates of one moving average do not wait for each other
         mask = {"weighted": ["examples", "weights"], "masked": ["examples"]}.get(form)
         mask = mask and draw(st.sampled_from(mask))
         return Layer(kind, dict(options, form=form, twice=twice, mask=mask))
-    masks = ["examples", "weights"] + ["steps"] * (inputs == "sequences")
+    masks = ["examples", "weights"] + ["steps"] * 2 * (inputs == "sequences")
     options.update(
-        mask=mostly(draw, None, *masks), renorm=mostly(draw, False, False, True), fused=mostly(draw, None, True, False),
+        mask=mostly(draw, None, *masks) if masked else None, renorm=mostly(draw, False, False, True),
+        fused=mostly(draw, None, True, False),
         unbiased=mostly(draw, None, True, False), training=mostly(draw, None, True, "fed", False),
         trainable=mostly(draw, True, True, False), updates=mostly(draw, "collected", "inline", "left alone"),
         positive_axis=draw(st.booleans()))
@@ -120,6 +124,12 @@ def _layer(draw, inputs, kinds):
     kind = draw(st.sampled_from(kinds))
     if kind in ("sync", "by hand"):
         return draw(batch_norms([kind], inputs))
+    if kind == "reshaped":
+        shape = draw(st.sampled_from([s for s in SHAPES if s != "time first" or inputs == "sequences"]))
+        inner = st.sampled_from(["by hand"] * 2 * ("by hand" in kinds) + ["sync"] * 2 + ["nonlinearity", "dense", "mixed by"])
+        return Layer(kind, dict(shape=shape), ([
+            draw(batch_norms([k], "vectors", False) if k in ("sync", "by hand") else _layer(inputs, [k]))
+            for k in draw(st.lists(inner, min_size=1, max_size=3))],))
     if kind in ("residual", "concatenated"):
         inner = [k for k in kinds if k not in ("residual", "concatenated")]
         return Layer(kind, {}, tuple(draw(layers(inputs, inner, [1, 2])) for _ in range(1 if kind == "residual" else 2)))
@@ -128,6 +138,7 @@ def _layer(draw, inputs, kinds):
         "dense": lambda: dict(twice=mostly(draw, False, True)),
         "pool": lambda: dict(largest=draw(st.booleans())),
         "norm of examples": lambda: dict(of=draw(st.sampled_from(["layers", "instances"]))),
+        "mixed by": lambda: dict(kernel=draw(st.sampled_from(KERNELS))),
         "state": lambda: dict(form=draw(st.sampled_from(STATES)), inline=draw(st.booleans())),
     }.get(kind, dict)()
     return Layer(kind, options)
@@ -136,10 +147,14 @@ def _layer(draw, inputs, kinds):
 def kinds_for(inputs, converted, second_derivatives):
     """Returns the kinds of layers that inputs of a kind can have."""
     kinds = ["sync"] * 4 + ["by hand"] * 4 * converted + ["nonlinearity"] * 3 + ["dense"] * 2 + [
-        "residual", "concatenated", "embedding", "unused", "all_reduce", "state", "norm of examples", "gate"]
-    kinds += {"vectors": [], "sequences": ["conv"]}.get(inputs, ["conv", "depthwise", "pool"])
-    # TensorFlow has no second derivative of a tf.while_loop.
-    return kinds if second_derivatives else kinds + ["while_loop", "cond"] + ["dynamic_rnn"] * 2 * (inputs == "sequences")
+        "residual", "concatenated", "embedding", "unused", "all_reduce", "state", "norm of examples", "gate", "mixed by",
+        "turned channels", "largest channels"]
+    kinds += {"vectors": [], "sequences": ["conv", "attention", "unstacked", "reshaped", "reshaped"]}.get(
+        inputs, ["conv", "depthwise", "pool", "reshaped", "reshaped"])
+    if second_derivatives:  # TensorFlow has none of a tf.while_loop, and of some kernels for images
+        return kinds
+    return kinds + ["while_loop", "cond"] + {
+        "vectors": [], "sequences": ["dynamic_rnn"] * 2}.get(inputs, ["resized"])
 
 
 @st.composite
@@ -148,7 +163,8 @@ def models(draw):
     inputs, converted = draw(st.sampled_from(sorted(INPUTS))), draw(st.booleans())
     # A model that takes gradients through a batch norm can't be converted.
     penalty = not converted and mostly(draw, False, False, True)
-    return Model(inputs, draw(layers(inputs, kinds_for(inputs, converted, penalty))), draw(st.sampled_from(LOSSES)),
+    losses = [loss for loss in LOSSES if loss != "steps" or inputs == "sequences"]
+    return Model(inputs, draw(layers(inputs, kinds_for(inputs, converted, penalty))), draw(st.sampled_from(losses)),
                  draw(st.booleans()), penalty)
 
 
@@ -218,7 +234,9 @@ def all_features():
     return {
         *INPUTS, "sync", "by hand", "nonlinearity", "dense", "residual", "concatenated", "embedding", "unused", "all_reduce",
         "state", "conv", "depthwise", "pool", "while_loop", "cond", "dynamic_rnn", "norm of examples", "gate", "empty tower",
-        "uneven", "even", *("norm of examples of " + what for what in ("layers", "instances")),
+        "uneven", "even", "mixed by", "turned channels", "largest channels", "attention", "unstacked", "reshaped", "resized",
+        *("mixed by kernel " + name for name in KERNELS), *("reshaped shape " + name for name in SHAPES),
+        *("norm of examples of " + what for what in ("layers", "instances")),
         *("loss " + kind for kind in LOSSES), *("depth %d" % n for n in DEPTHS), *("%d towers" % n for n in range(1, 6)),
         *("nonlinearity function " + name for name in FUNCTIONS), *("by hand form " + form for form in BY_HAND),
         *("placement " + name for name in PLACEMENTS), *("optimizer " + name for name in OPTIMIZERS),
