@@ -281,7 +281,7 @@ def evaluated(model_fn, num_towers, batches, tensors=dynamic):
 @pytest.mark.parametrize("num_towers", [1, 2, 5])
 @pytest.mark.parametrize("tensors,batches", [(dynamic, [np.arange(4), np.arange(4, 9), np.arange(9, 11)]),
                                              (tf.constant, [np.arange(6), np.arange(5, 11)])], ids=["unknown_size", "known_size"])
-def test_metrics_are_those_without_towers(num_towers, tensors, batches):
+def test_metrics_are_those_without_towers(num_towers, tensors, batches, recwarn):
     expected = evaluated(spec_with(metrics_of), 0, batches, tensors)
     ours = evaluated(spec_with(metrics_of), num_towers, batches, tensors)
     rows = np.concatenate(batches)
@@ -290,6 +290,7 @@ def test_metrics_are_those_without_towers(num_towers, tensors, batches):
         assert set(found) == set(wanted)
         for name in wanted:
             np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, err_msg=name)
+    assert not [w for w in recwarn if "puts ops of tower" in str(w.message)]
 
 
 def counter(features, labels, added=None):

@@ -132,6 +132,17 @@ def test_variables_on_the_host_and_the_towers_own_device_are_no_reason_to_warn(r
     assert not [w for w in recwarn if "puts ops of tower" in str(w.message)]
 
 
+@pytest.mark.parametrize("use_resource", [False, True])
+def test_an_average_of_weights_is_no_reason_to_warn(use_resource, recwarn):
+    def model(x):
+        v = tf.get_variable("v", [4], tf.float64, use_resource=use_resource)
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.train.ExponentialMovingAverage(0.9).apply([v]))
+        return tf.reduce_mean(x * v)
+
+    towers.TowerBuilder(cpus(3)).build(model, (X,))
+    assert not [w for w in recwarn if "puts ops of tower" in str(w.message)]
+
+
 def test_a_checkpoint_that_the_model_initializes_from_is_no_reason_to_warn(recwarn, tmp_path):
     def model(x):
         v = tf.get_variable("v", [4], tf.float64)

@@ -78,7 +78,7 @@ def _tie_to_batch(write, name, context, has_own):
             "not of their mean); or make them the same in all towers by towers.all_reduce."
             % (name, "a number" if added is None else added, write.inputs[0].op.name))
     number = write.inputs[1]
-    with tf.device(write.device), tf.name_scope(context.name_scope + "examples/"):
+    with tf.name_scope(context.name_scope + "examples/"):
         counted = tf.cast(tf.raw_ops.Shape(input=leaf)[0], number.dtype)  # tf.shape would be a constant
         whole = tf.constant(size, number.dtype)
         rewire(write, 1, number * counted / whole if number.dtype.is_floating else number // whole * counted)
