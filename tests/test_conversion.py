@@ -399,6 +399,37 @@ def test_a_layer_applied_twice_moves_its_averages_once_after_the_other(policy):
             np.testing.assert_allclose(made.run(mean), expected, rtol=1e-6)  # the rate is of float32
 
 
+@pytest.mark.parametrize("use_resource", [False, True])
+def test_a_layer_applied_twice_whose_updates_run_in_line_trains_as_one_tower_does(use_resource):
+    def layer(x):
+        with tf.variable_scope("bn", reuse=tf.AUTO_REUSE, use_resource=use_resource):
+            moving = tf.get_variable("moving", [3], x.dtype, tf.zeros_initializer(), trainable=False)
+        mean, variance = tf.nn.moments(x, [0])
+        with tf.control_dependencies([x] * use_resource):  # a read of its own, after what the first update wrote
+            update = tf.assign_sub(moving, 0.1 * (moving - mean))
+        with tf.control_dependencies([update]):
+            return tf.nn.batch_normalization(tf.identity(x), mean, variance, None, None, 1e-3)
+
+    def model_fn(x):
+        x *= tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3))
+        return tf.reduce_mean(tf.square(tf.sin(layer(tf.sin(layer(x)))) - x))
+
+    assert_law(model_fn, batch_of([7, 3], tf.float64), "first", ["moments"] * 2)
+
+
+@pytest.mark.parametrize("use_resource", [False, True])
+def test_an_average_of_weights_beside_a_layer_moves_once(use_resource):
+    def model_fn(x):
+        scale = tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3), use_resource=use_resource)
+        loss = tf.reduce_mean(tf.square(by_moments(x * scale, "bn") - x))
+        with tf.control_dependencies([tf.train.ExponentialMovingAverage(0.5).apply([scale])]):
+            return tf.identity(loss)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert_law(model_fn, batch_of([7, 3], tf.float64), "first", ["moments"])
+
+
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="refused there")
 def test_a_layer_applied_twice_that_reads_its_averages_where_it_does_not_train_trains_as_one_tower_does():
     def layer(x):

@@ -94,7 +94,8 @@ class _State:
     def _find_twins(self):
         """Returns a dict from ops of later towers to tower 0's, of all that concerns writes of no tower's own data."""
         functions, found = Functions(tf.get_default_graph()), {}
-        shareable = [v for v in self.variables if not any(
+        # What tower 0 writes alone, a layer's averages say, takes reads of other variables there that later towers do not have.
+        shareable = [v for v in self.variables if any(view.writes_to(v) for view in self._views[1:]) and not any(
             op in view.of_batch for view in self._views for op in view.writes_to(v))]
         of_views = []
         for view in self._views if shareable else ():

@@ -209,8 +209,8 @@ class Replacement:
         for key in self._added.graph.collections:
             self._added.replace(key, [self._now(item) for item in self._added.items(key)])
         outputs = tf.nest.map_structure(self._now, outputs)
+        self._order_updates()  # in every tower, so that tower 0's may stand for the others'
         if self._tower.is_first:
-            self._order_updates()
             self._share_updates()
         else:
             self._drop_updates(outputs)
