@@ -417,6 +417,17 @@ def test_a_layer_applied_twice_whose_updates_run_in_line_trains_as_one_tower_doe
     assert_law(model_fn, batch_of([7, 3], tf.float64), "first", ["moments"] * 2)
 
 
+def test_a_fused_layer_of_known_channels_may_choose_its_scale_and_offset_out_of_more():
+    def model_fn(x):
+        makers = [("gamma", tf.ones_initializer()), ("beta", tf.zeros_initializer())]
+        chosen = [tf.boolean_mask(tf.get_variable(name, [5], initializer=value), [True, False, True, False, True])
+                  for name, value in makers]
+        y, _, _ = tf.nn.fused_batch_norm(x, *chosen, epsilon=1e-3)
+        return tf.reduce_mean(tf.square(tf.sin(y) - x))
+
+    assert_law(model_fn, batch_of([7, 5, 4, 3]), "first", ["fused"])
+
+
 @pytest.mark.parametrize("use_resource", [False, True])
 def test_an_average_of_weights_beside_a_layer_moves_once(use_resource):
     def model_fn(x):

@@ -81,7 +81,8 @@ def fused_batch_norm(op):
     axis = channels_axis(op)
     kind = "fused" if control_flow_of(op) is control_flow_now(op.graph) else "fused in tf.cond"
     frozen, trouble = None, None
-    if tf.dimension_value(op.inputs[1].shape[0] if op.inputs[1].shape.rank else None) is None:
+    known = [x.shape[i] for x, i in ((op.inputs[0], axis), (op.inputs[1], 0)) if x.shape.rank]
+    if all(tf.dimension_value(size) is None for size in known):
         trouble = "the number of its channels is unknown, in %r of shape %s" % (op.inputs[1].name, op.inputs[1].shape)
     elif kind == "fused in tf.cond":
         frozen = _sibling(op)
