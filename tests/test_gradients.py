@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 import towers
 from tests.support import build, cpus, run, session, train_by, train_plainly
 from towers.graph_walk import ancestors
+from towers.private import rewire
 
 X = np.random.RandomState(0).randn(6, 3).astype(np.float32)
 SGD = tf.train.GradientDescentOptimizer
@@ -355,3 +356,16 @@ def test_an_optimizer_that_changes_the_gradients_of_each_tower_is_named(num_towe
     towers.minimize(build(model, (np.ones(4),), num_towers), Clipping())
     named = [w for w in recwarn if "Clipping computes gradients in a way of its own, and does so in each tower" in str(w.message)]
     assert len(named) == num_towers - 1
+
+
+@pytest.mark.parametrize("num_towers", [1, 2])
+def test_what_rewrites_the_towers_after_they_were_built_is_named(num_towers, recwarn):
+    replicas = build(lambda x: tf.reduce_mean(tf.square(x * tf.get_variable("w", [3]), name="square")), (np.ones([4, 3], "f"),),
+                     num_towers)
+    for tower in replicas:
+        square = next(op for op in tower.ops if op.name.endswith("/square"))
+        with tf.name_scope("rewriter"):
+            rewire(square, 0, tf.tanh(square.inputs[0]))
+    towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(0.1))
+    named = [w for w in recwarn if "'rewriter/Tanh', which something put in after the towers were built" in str(w.message)]
+    assert len(named) == num_towers - 1 and all(w.filename == __file__ for w in named)

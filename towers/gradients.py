@@ -18,6 +18,7 @@ from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
 from towers.inner_gradients import warn_of_inner_gradients
 from towers.mixed_losses import warn_of_mixed
+from towers.ordering import READS
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
 from towers.positions import warn_of_positions
@@ -64,7 +65,7 @@ def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional
     Warns:
       UserWarning: of a `loss` that is a sum over a tower's examples, or no mean over them, or of examples by their place in
         the batch; of an optimizer with a `compute_gradients` of its own, where there are several towers: one that clips there
-        clips each tower's gradients, and not their average.
+        clips each tower's gradients, and not their average; of towers that something rewrote after they were built.
     """
     return scaled_gradients(replicas, optimizer, var_list, loss)
 
@@ -74,9 +75,10 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     if not isinstance(optimizer, tf.train.Optimizer):
         raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
     check_graph(replicas[0].context.meetings.graph, "compute_gradients")
+    losses = losses_of(replicas, loss)
     if len(replicas) > 1:
         _warn_of_own_gradients(optimizer)
-    losses = losses_of(replicas, loss)
+        _warn_of_rewritten(replicas)
     # That which the model function returned was looked at when the towers were built.
     if loss is not None:
         warn_of_positions(losses, replicas, stacklevel=4)
@@ -184,6 +186,28 @@ def _warn_of_own_gradients(optimizer):
     warnings.warn("%s computes gradients in a way of its own, and does so in each tower, before they are averaged. If it clips "
                   "them, or does anything else to them that is no sum, do that in `transforms` of towers.minimize, or wrap it "
                   "the other way round, around a TowerOptimizer." % kind.__name__, stacklevel=4)
+
+
+def _warn_of_rewritten(replicas):
+    """Warns where a tower's loss is computed of what was put into the tower after it was built, as graph rewriters do."""
+    if replicas.loss is None:
+        return
+    made = {op: position for position, op in enumerate(replicas.loss.graph.get_operations())}
+    tower, built = replicas[0], made[replicas.loss.op]
+    own, seen, stack = set(tower.ops), set(), [tower.loss.op]
+    while stack:
+        op = stack.pop()
+        if op in seen or op not in own:
+            continue
+        seen.add(op)
+        for source in [tensor.op for tensor in op.inputs]:
+            if made[source] > built and source.type not in READS:
+                warnings.warn(
+                    "The loss of a tower (%r) is computed of %r, which something put in after the towers were built. A tower "
+                    "gets what is not built with it for itself, and variables of its own for it: what rewrites a graph, "
+                    "contrib.quantize say, can't be used on towers." % (tower.loss.name, source.name), stacklevel=4)
+                return
+            stack.append(source)
 
 
 def _with_factors(tower, loss, num_towers, factors):
