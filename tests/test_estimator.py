@@ -133,6 +133,19 @@ def test_towers_train_as_the_model_function_without_them(way, num_towers, tensor
 
 
 @needs_estimator
+def test_many_averages_after_a_step_are_alike_in_all_towers():
+    def model_fn(features, labels, mode, wrap=towers.TowerOptimizer):
+        loss = loss_of(features, labels) + tf.add_n([
+            tf.reduce_mean(features["x"][:, :i % 5 + 1] * tf.get_variable("v%d" % i, [i % 5 + 1], tf.float64)) for i in range(24)])
+        train_op = wrap(SGD(0.1)).minimize(loss, tf.train.get_global_step())
+        with tf.control_dependencies([train_op]):
+            averages = tf.train.ExponentialMovingAverage(0.5).apply(tf.trainable_variables())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=tf.group(averages, *tf.get_collection(UPDATE_OPS)))
+
+    assert_trains_as_without_towers(model_fn, 3)
+
+
+@needs_estimator
 def test_batch_smaller_than_the_towers_trains_as_without_them():
     features = {key: value[:2] for key, value in FEATURES.items()}
     assert_trains_as_without_towers(functools.partial(model, clipped), 5, features=features, labels=LABELS[:2], tensors=dynamic)

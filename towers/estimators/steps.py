@@ -50,15 +50,22 @@ def build_train_op(replicas, asked, train_ops, update_ops, transforms):
 
 
 def leaves_of_group(items, steps):
-    """Returns the ops that a train op runs: groups are taken apart, what stands for a step is left whole."""
-    found, stack = [], [op_of(item) for item in reversed(items)]
+    """Returns the ops that a train op runs, in the order in which they were made.
+
+    Groups are taken apart, what stands for a step is left whole.
+    """
+    # TensorFlow keeps no order among control inputs: what it hands out follows addresses in memory, another in every tower.
+    found, seen, stack = set(), set(), [op_of(item) for item in items]
     while stack:
         op = stack.pop()
+        if op in seen:
+            continue
+        seen.add(op)
         if op.type == "NoOp" and op not in steps:
-            stack.extend(reversed(op.control_inputs))
-        elif op not in found:
-            found.append(op)
-    return found
+            stack.extend(op.control_inputs)
+        else:
+            found.add(op)
+    return [op for op in tf.get_default_graph().get_operations() if op in found] if len(found) > 1 else list(found)
 
 
 class _Steps:
