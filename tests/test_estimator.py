@@ -136,13 +136,67 @@ def test_towers_train_as_the_model_function_without_them(way, num_towers, tensor
 def test_many_averages_after_a_step_are_alike_in_all_towers():
     def model_fn(features, labels, mode, wrap=towers.TowerOptimizer):
         loss = loss_of(features, labels) + tf.add_n([
-            tf.reduce_mean(features["x"][:, :i % 5 + 1] * tf.get_variable("v%d" % i, [i % 5 + 1], tf.float64)) for i in range(24)])
+            tf.reduce_mean(features["x"][:, :2] * tf.get_variable("v%d" % i, [2], tf.float64)) for i in range(24)])
         train_op = wrap(SGD(0.1)).minimize(loss, tf.train.get_global_step())
         with tf.control_dependencies([train_op]):
             averages = tf.train.ExponentialMovingAverage(0.5).apply(tf.trainable_variables())
         return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=tf.group(averages, *tf.get_collection(UPDATE_OPS)))
 
     assert_trains_as_without_towers(model_fn, 3)
+
+
+def averages_of_what_moved(wrap, loss):
+    """Averages, after the step, of what the step's update ops moved too."""
+    with tf.control_dependencies(tf.get_collection(UPDATE_OPS)):
+        train_op = wrap(SGD(0.1)).minimize(loss, tf.train.get_global_step())
+    with tf.control_dependencies([train_op]):
+        return tf.train.ExponentialMovingAverage(0.5).apply(tf.trainable_variables("weights") + [
+            v for v in tf.global_variables() if v.op.name.startswith(("bn/moving", "moved", "counted"))])
+
+
+def lookahead(wrap, loss):
+    """Slow weights that follow after every second step, and weights that go back to them."""
+    weights, = [v for v in tf.trainable_variables() if v.op.name == "weights"]
+    slow = tf.get_variable("slow", [5, 3], tf.float64, tf.zeros_initializer(), trainable=False)
+    step = tf.train.get_global_step()
+
+    def follow():
+        with tf.control_dependencies([slow.assign_add(0.5 * (weights - slow))]):
+            return tf.group(weights.assign(slow.read_value()))
+
+    with tf.control_dependencies(tf.get_collection(UPDATE_OPS)):
+        train_op = wrap(SGD(0.1)).minimize(loss, step)
+    with tf.control_dependencies([train_op]):
+        return tf.cond(tf.equal(step.read_value() % 2, 0), follow, tf.no_op)
+
+
+def shrunk_after_the_step(wrap, loss):
+    """Weights that are written after the step by what they are then, and an update op that reads them before."""
+    weights, = [v for v in tf.trainable_variables() if v.op.name == "weights"]
+    largest = tf.get_variable("largest", [], tf.float64, tf.zeros_initializer(), trainable=False)
+    updates = tf.get_collection(UPDATE_OPS) + [tf.assign(largest, tf.reduce_max(weights))]
+    with tf.control_dependencies(updates):
+        train_op = wrap(SGD(0.1)).minimize(loss, tf.train.get_global_step())
+    with tf.control_dependencies([train_op]):
+        return weights.assign(weights * 0.5 + tf.reduce_sum(weights))
+
+
+@needs_estimator
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("resource", [False, True])
+@pytest.mark.parametrize("way", [averages_of_what_moved, lookahead, shrunk_after_the_step])
+def test_what_runs_behind_a_step_reads_behind_it_and_behind_what_it_waited_for(way, resource, num_towers):
+    def model_fn(features, labels, mode, wrap=towers.TowerOptimizer):
+        with tf.variable_scope(tf.get_variable_scope(), use_resource=resource):
+            loss = loss_of(features, labels)
+            moved = tf.get_variable("moved", [], tf.float64, tf.zeros_initializer(), trainable=False)
+            counted = tf.get_variable("counted", [], tf.float64, tf.zeros_initializer(), trainable=False)
+            tf.add_to_collection(UPDATE_OPS, tf.assign(moved, moved + 1))
+            with tf.control_dependencies([tf.assign(counted, counted + 1)]):  # in line
+                loss *= tf.identity(tf.ones([], tf.float64))
+            return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=way(wrap, loss))
+
+    assert_trains_as_without_towers(model_fn, num_towers)
 
 
 @needs_estimator

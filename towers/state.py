@@ -72,6 +72,7 @@ class _State:
         self._writes = {op for view in views for op in view.writes}
         self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
         self._metrics = {v for v in self.variables if _outer(v) in self._of_metrics and not self._counts_batches(v)}
+        self._steps = _Steps(views)
         self._twins = self._find_twins()
         self._shared, self._own = self._find_shared()
         self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
@@ -104,7 +105,7 @@ class _State:
             of_views.append([op for op in view.ops if op in needed])
         results = {result for view in self._views for op in view.writes for result in view.results(op)} if of_views else set()
         for ops in of_views[1:]:
-            found.update(find_twins(of_views[0], ops, functions, self._writes | results))
+            found.update(find_twins(of_views[0], ops, functions, self._writes | results, self._steps.numbers_before))
         return found
 
     def _find_shared(self):
@@ -235,21 +236,23 @@ class _State:
         uses = [(view, *use) for view in self._views for use in view.uses(variable)]
         if not uses or not writes:
             return
-        snapshot, outer, is_after = None, control_flow_now(variable.graph), _is_after(writes)
+        snapshots, outer, is_after = {}, control_flow_now(variable.graph), _is_after(writes + self._steps.after(writes))
         for view, use, index in uses:
             copied = index is not None and use.type not in _OF_ROWS and control_flow_of(use.inputs[index].op) is outer
             results = [use] if copied else view.results(use)
             if use in self._stands_for or self._stands_for.keys() >= set(results) or is_after(results):
                 continue
             if copied:
-                snapshot = copy_before_writes(variable) if snapshot is None else snapshot
-                rewire(use, index, snapshot)
+                steps = self._steps.before(use)
+                if steps not in snapshots:
+                    with tf.control_dependencies(steps):
+                        snapshots[steps] = copy_before_writes(variable)
+                rewire(use, index, snapshots[steps])
             else:
                 for write in writes:
                     run_after_in(write, [result for result in results if result is not write], self._ops_beside(write))
-        if snapshot is not None:
-            for write in writes:
-                run_after_in(write, [snapshot.op], self._ops_beside(write))
+        for write in writes if snapshots else ():
+            run_after_in(write, [snapshot.op for snapshot in snapshots.values()], self._ops_beside(write))
 
     def _ops_beside(self, op):
         return next(view.ops for view in self._views if op in view.made)
@@ -291,6 +294,33 @@ class _State:
         if twin is None or isinstance(item, tf.Operation):
             return item if twin is None else twin
         return twin.outputs[item.value_index] if isinstance(item, tf.Tensor) else read_written(twin)
+
+
+class _Steps:
+    """What stands for training steps in model functions that hold an optimizer: ops that wait for the real ones later.
+
+    Until then the graph does not say that they come after what the real ones wait for.
+    """
+
+    def __init__(self, views):
+        asked = [view.tower.context.asked for view in views]
+        of_towers = [each.steps_and_before(view.tower.update_ops) for each, view in zip(asked, views) if each is not None]
+        # The number of a step -> what stands for it in each tower, and all that runs before it in any.
+        self._steps = [([done for done, _ in of_step], set().union(*[before for _, before in of_step]))
+                       for of_step in zip(*of_towers)]
+        self._behind = {done: descendants([done]) for dones, _ in self._steps for done in dones}
+
+    def after(self, ops):
+        """Returns what stands for those steps that run after any of some ops, a list."""
+        return [done for dones, before in self._steps if not before.isdisjoint(ops) for done in dones]
+
+    def numbers_before(self, op):
+        """Returns the numbers of the steps that an op runs after, a tuple, alike in every tower."""
+        return tuple(number for number, (dones, _) in enumerate(self._steps) if any(op in self._behind[done] for done in dones))
+
+    def before(self, op):
+        """Returns what stands for those steps that an op runs after, a tuple."""
+        return tuple(done for done, behind in self._behind.items() if op in behind)
 
 
 def _is_after(writes):

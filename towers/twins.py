@@ -14,7 +14,7 @@ _ENTER = frozenset(["Enter", "RefEnter"])
 _STATE = frozenset(["VarHandleOp", "Variable", "VariableV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 
 
-def find_twins(first, other, functions, writes):
+def find_twins(first, other, functions, writes, steps_before):
     """Finds the twins of a later tower's ops.
 
     Args:
@@ -22,6 +22,7 @@ def find_twins(first, other, functions, writes):
         they depend on of their tower.
       functions: `towers.functions.Functions`.
       writes: set of operations of both towers that write variables, or that stand for such a write outside of its tf.cond.
+      steps_before: a function of an op that tells behind which training steps it runs: a read behind one is no read before it.
 
     Returns:
       A dict from ops of the later tower to ops of tower 0.
@@ -42,11 +43,11 @@ def find_twins(first, other, functions, writes):
         known = of_first.get(what)
         return known and known[min(turn, len(known) - 1)]
 
-    _name(first, own_name, functions, writes)
-    return _name(other, name_of_twin, functions, writes)
+    _name(first, own_name, functions, writes, steps_before)
+    return _name(other, name_of_twin, functions, writes, steps_before)
 
 
-def _name(ops, choose, functions, writes):
+def _name(ops, choose, functions, writes, steps_before):
     """Names ops by ops of tower 0 that compute the same, those that can be: a dict."""
     own, names, turns, found_more = set(ops), {}, {}, True
     while found_more:  # once more for loops, whose ops are made in a circle
@@ -54,7 +55,8 @@ def _name(ops, choose, functions, writes):
         for op in ops:
             what = None if op in names else _what(op, own, names, functions, writes, ops)
             if what is not None:
-                what += (_has_its_time(op, writes),)
+                has_its_time = _has_its_time(op, writes)
+                what += (has_its_time, has_its_time and op not in writes and steps_before(op))
                 turn = turns[what] = turns.get(what, -1) + 1
                 name = choose(op, what, turn)
                 if name is not None:

@@ -13,6 +13,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import GradsAndVars, Operation, Optimizer, Tensor, Variable
 from towers.context import current_tower, outside_of_tower
 from towers.estimators.gradient_forms import DENSE, NONE, gradient_forms
+from towers.graph_walk import ancestors, descendants, op_of
 from towers.own_data import takes_own_data
 from towers.private import control_flow_now
 from towers.slices import ops_of
@@ -102,6 +103,21 @@ class Asked:
         scope = outside_of_tower(scope + "/", tower.name_scope) if scope else ""
         self.steps.append(Step(optimizer, passes, gradients, global_step, name, done, waits, scope, tf.get_variable_scope()))
         return done
+
+    def steps_and_before(self, updates):
+        """Returns for each step the op that stands for it, and the set of ops that run before it.
+
+        Args:
+          updates: list of the tower's update ops: those that come after no step run before all of them.
+        """
+        before, behind = {}, descendants([step.done for step in self.steps])
+        updates = [update for update in updates if op_of(update) not in behind]
+        for step in self.steps:
+            losses = [self.passes[number].loss for number in step.passes]
+            first = step.waits + losses + ops_of(gradient for gradient, _ in step.gradients or ())
+            before[step.done] = ancestors(first + updates)
+            before[step.done].update(*[before[done] for done in before if done in before[step.done]])
+        return list(before.items())
 
     def passes_of(self, grads):
         """Returns the numbers of the passes that gradients, a list of (gradient, variable), are made of.
