@@ -199,6 +199,30 @@ def test_what_runs_behind_a_step_reads_behind_it_and_behind_what_it_waited_for(w
     assert_trains_as_without_towers(model_fn, num_towers)
 
 
+def clipped_by_an_average_norm(wrap, loss, in_collection=False):
+    """Gradients clipped by a moving average of their norm, which the step waits for."""
+    optimizer = wrap(SGD(0.1))
+    gradients, variables = zip(*optimizer.compute_gradients(loss))
+    norm = tf.global_norm(gradients)
+    average = tf.get_variable("average_norm", [], tf.float64, tf.constant_initializer(0.01), trainable=False)
+    now = tf.assign(average, 0.9 * average + 0.1 * norm)
+    seen = tf.get_variable("largest_norm", [], tf.float64, tf.zeros_initializer(), trainable=False)
+    largest = tf.assign(seen, tf.maximum(seen, norm))
+    if in_collection:
+        tf.add_to_collection(UPDATE_OPS, largest)
+    gradients, _ = tf.clip_by_global_norm(gradients, now, use_norm=norm)
+    with tf.control_dependencies([now, largest] + tf.get_collection(UPDATE_OPS)):
+        return optimizer.apply_gradients(zip(gradients, variables), tf.train.get_global_step())
+
+
+@needs_estimator
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("in_collection", [False, True])
+def test_what_a_step_waits_for_may_be_made_of_averaged_gradients(in_collection, num_towers):
+    way = functools.partial(clipped_by_an_average_norm, in_collection=in_collection)
+    assert_trains_as_without_towers(functools.partial(model, way), num_towers)
+
+
 @needs_estimator
 def test_batch_smaller_than_the_towers_trains_as_without_them():
     features = {key: value[:2] for key, value in FEATURES.items()}

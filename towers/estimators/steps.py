@@ -79,6 +79,8 @@ class _Steps:
         self._holding = ", ".join("towers." + each.name for each in transforms if isinstance(each, Transform))
         dones = [[of_tower.steps[i].done for of_tower in asked] for i in range(len(self.first.steps))]
         self._behind = [descendants(of_step) for of_step in dones]  # what runs after a step, by the model functions' account
+        stand_ins = [op for of_tower in asked for of_pass in of_tower.passes for op in ops_of(of_pass.gradients or ())]
+        self._of_gradients = descendants(stand_ins)  # what is made of averaged gradients, in the towers
         reached = ancestors([op_of(train_ops[0])], within=set(replicas[0].ops) | {op_of(train_ops[0])})
         self._runs = [i for i, step in enumerate(self.first.steps) if step.done in reached]
         self._dones = {done for of_step in dones for done in of_step}
@@ -126,8 +128,9 @@ class _Steps:
         losses = [tower.outputs["losses"][number] for tower in self._replicas]
         may_wait = self._after_losses(number)
         steps = [i for i, step in enumerate(self.first.steps) if number in step.passes]
-        waits = [op for i in steps for op in self._waits(i) if self._after(op) <= may_wait]
-        updates = [update for update in self.updates if self._after(update) <= may_wait]
+        waits = [op for i in steps for op in self._waits(i) if self._after(op) <= may_wait and op not in self._of_gradients]
+        updates = [update for update in self.updates
+                   if self._after(update) <= may_wait and op_of(update) not in self._of_gradients]
         self._waited.update(map(op_of, updates))
         factors = []
         if self._holding:
@@ -187,8 +190,15 @@ class _Steps:
             together = number in self._runs and any(other in self.first.steps[i].passes for i in self._runs)
             if uses or together and number not in self._after_losses(other):
                 waits += ops_of(gradient for gradient, _ in averaged)
-        waits += [op for op in self._waits(number) if self._after(op)]
+        waits += self._waits_behind(number)
         return waits + [op for op in leaves_of_group(step.waits, self._dones) if op in self._dones]
+
+    def _waits_behind(self, number):
+        """Returns what a step waits for that can't run before gradients are averaged: it is made of them, or behind a step."""
+        waits = [op for op in self._waits(number) if self._after(op) or op in self._of_gradients]
+        asked_for = set(leaves_of_group(self.first.steps[number].waits, self._dones))
+        return waits + [op_of(update) for update in self.updates
+                        if op_of(update) in self._of_gradients and op_of(update) in asked_for]
 
     def _apply_held_back(self, step, grads):
         """Applies the gradients of the one step where its transforms let it happen, in a tf.cond of theirs maybe."""
@@ -196,7 +206,8 @@ class _Steps:
             with tf.init_scope():
                 self._check_outside(grads)
                 self._wire(step.passes[0], grads)
-            grads = step.gradients
+                gradients, variables = zip(*step.gradients)
+                grads = list(zip(tf.tuple(gradients, control_inputs=self._waits_behind(0)), variables))
         gradients, variables = zip(*grads)
         return _applied(step, zip(tf.tuple(gradients), variables))  # none is applied before all are there
 
