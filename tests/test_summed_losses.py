@@ -62,6 +62,33 @@ def fed(x):
     return tf.placeholder_with_default(np.float64(B), [])
 
 
+def norm(row):
+    return tf.sqrt(tf.reduce_sum(row))
+
+
+def norms(x, taken=tf.unstack, of_row=norm):
+    """What a Python loop computes of each example."""
+    return [of_row(row) for row in taken(squares(x))]
+
+
+def by_index(y):
+    return [y[i] for i in range(int(y.shape[0]))]
+
+
+def by_split(y):
+    return tf.split(y, int(y.shape[0]))
+
+
+def by_turns(y):
+    """Parts of a row of each example and of its number from the end."""
+    return [tf.concat([y[i], 2 * y[-1 - i]], 0) for i in range(int(y.shape[0]))]
+
+
+def of_steps(x, of_row):
+    """What tf.map_fn makes of each of C steps, along which no examples lie."""
+    return tf.map_fn(of_row, tf.transpose(squares(x)))
+
+
 SUMS = {
     "a sum": lambda x: tf.reduce_sum(squares(x)),
     "by the whole batch": lambda x: tf.reduce_sum(squares(x)) / B,
@@ -93,6 +120,30 @@ SUMS = {
     "by tf.foldl, of squares": lambda x: folded(x, tf.nn.l2_loss) / B,
     "in the graph of a dict": lambda x: {"loss": tf.reduce_sum(squares(x)) / B, "weight": tf.shape(x)[0]}}
 
+if not tf.control_flow_v2_enabled():  # which makes functions of loops, and nothing is looked for there
+    SUMS.update({
+        "by tf.map_fn": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))),
+        "by tf.map_fn over the whole batch": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))) / B,
+        "by tf.map_fn of what is divided": lambda x: tf.reduce_sum(tf.map_fn(lambda row: norm(row) / B, squares(x))),
+        "by tf.map_fn of two": lambda x: tf.reduce_sum(tf.map_fn(
+            lambda rows: norm(rows[0]) * tf.reduce_mean(rows[1]), (squares(x), x), dtype=x.dtype)) / B,
+        "by tf.map_fn within another": lambda x: tf.reduce_sum(tf.map_fn(
+            lambda row: norm(tf.map_fn(lambda each: each * tf.reduce_mean(row), row)), squares(x))) / B,
+        "by tf.map_fn of rows": lambda x: tf.reduce_sum(tf.sqrt(tf.map_fn(tf.cos, squares(x)) + 2)) / B})
+
+# Those of a Python loop over the examples, whose number is known while the graph is built.
+SUMS_OF_KNOWN_SIZE = {
+    "of a list": lambda x: tf.reduce_sum(norms(x)) / B,
+    "of a list, by index": lambda x: tf.reduce_sum(tf.stack(norms(x, by_index))),
+    "of a list, by tf.split": lambda x: tf.reduce_sum(tf.stack(norms(x, by_split, tf.reduce_mean))) / B,
+    "of a list of what is divided": lambda x: tf.reduce_sum(tf.stack(norms(x)) / B),
+    "of each one": lambda x: tf.add_n(norms(x)) / B,
+    "of each one, divided": lambda x: tf.add_n([each / B for each in norms(x, by_index)]),
+    "of each one's mean": lambda x: tf.add_n(norms(x, of_row=tf.reduce_mean)) / B,
+    "of each one's squares": lambda x: tf.add_n(norms(x, by_split, tf.nn.l2_loss)) / B,
+    "one after the other": lambda x: sum(norms(x)) / B,
+    "in the graph beside a mean": lambda x: tf.reduce_mean(squares(x)) + 0.3 * sum(norms(x, by_index)) / B}
+
 MEANS = {
     "a mean": lambda x: tf.reduce_mean(squares(x)),
     "by the tower's examples": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.shape(x)[0], tf.float64),
@@ -113,6 +164,18 @@ MEANS = {
     "in a loop over classes": lambda x: in_a_loop(x, lambda y, i: tf.reduce_mean(y[:, i]), C) / C,
     "in a loop over weights": lambda x: tf.reduce_mean(squares(x)) + in_a_loop(x, lambda y, i: weights()[i], C) / C,
     "by tf.map_fn": lambda x: tf.reduce_mean(tf.map_fn(tf.reduce_sum, squares(x))),
+    "by tf.map_fn and their number": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))) / number(x),
+    "by tf.map_fn of what is divided": lambda x: tf.reduce_sum(tf.map_fn(lambda row: norm(row) / number(x), squares(x))),
+    "by tf.map_fn over steps": lambda x: tf.reduce_sum(of_steps(x, tf.reduce_mean)) / C,
+    "by tf.map_fn over weights": lambda x: tf.reduce_mean(squares(x)) + tf.reduce_sum(
+        tf.map_fn(tf.square, weights())) / C,
+    "by tf.map_fn over classes": lambda x: tf.reduce_sum(tf.map_fn(
+        lambda i: tf.reduce_mean(squares(x)[:, i]), tf.range(C), dtype=x.dtype)),
+    "by a Python loop over steps": lambda x: tf.add_n([tf.reduce_mean(squares(x)[:, i]) for i in range(C)]),
+    "by a Python loop over steps, unstacked": lambda x: tf.reduce_sum(
+        [tf.reduce_mean(step) for step in tf.unstack(squares(x), axis=1)]),
+    "by a Python loop over layers": lambda x: tf.reduce_sum(
+        [tf.reduce_mean(layer) for layer in tf.unstack(tf.stack([squares(x), curves(x)]))]),
     "by tf.foldl": lambda x: folded(x) / number(x),
     "of what is multiplied": lambda x: tf.reduce_sum(tf.reduce_sum(squares(x) * (1 / number(x)), 1)),
     "a mean of means": lambda x: tf.reduce_mean([tf.reduce_mean(squares(x)), tf.reduce_mean(x * squares(x))]),
@@ -138,11 +201,31 @@ MEANS_OF_KNOWN_SIZE = {
     "a mean of each one's sum": lambda x: tf.reduce_mean([tf.reduce_sum(row) for row in tf.unstack(squares(x))]),
     "a sum of each one's sum": lambda x: tf.add_n(
         [tf.reduce_sum(squares(x)[i]) for i in range(int(x.shape[0]))]) / int(x.shape[0]),
+    "by tf.map_fn": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))) / int(x.shape[0]),
+    "by tf.map_fn of what is divided": lambda x: tf.reduce_sum(tf.map_fn(lambda row: norm(row) / int(x.shape[0]), squares(x))),
+    "by tf.map_fn by a number from outside": lambda x: tf.reduce_sum(tf.map_fn(
+        lambda row, by=tf.constant(x.shape.as_list()[0], x.dtype): norm(row) / by, squares(x))),
     "by a weight and it": lambda x: tf.reduce_sum(squares(x)) * (1.0 / B) / int(x.shape[0]),
     "of what is divided": lambda x: tf.reduce_sum(squares(x) / int(x.shape[0])),
     "in a loop": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(tf.gather(y, i))) / int(x.shape[0]),
     "by tf.foldl, of squares": lambda x: folded(x, tf.nn.l2_loss) / int(x.shape[0]),
     "of the flattened": lambda x: tf.reduce_sum(tf.reshape(squares(x), [-1])) / int(x.shape[0])}
+
+# Those of a Python loop over the examples, of which all towers have as many.
+MEANS_OF_LISTS = {
+    "of a list": lambda x: tf.reduce_mean(norms(x)),
+    "of a list, weighed": lambda x: 0.5 * tf.reduce_mean(norms(x)) + 0.1 * tf.reduce_mean(tf.stack(norms(x, by_index))),
+    "of a list of two each": lambda x: tf.reduce_mean(norms(x) + norms(x, of_row=tf.reduce_sum)),
+    "of a list, weighed each": lambda x: tf.reduce_mean(2 * tf.stack(norms(x))),
+    "of a list, by their number": lambda x: tf.reduce_sum(norms(x, by_index)) / int(x.shape[0]),
+    "of a list, by tf.split": lambda x: tf.reduce_sum(norms(x, by_split, tf.reduce_mean)) / int(x.shape[0]),
+    "of a list, by the graph's number": lambda x: tf.reduce_sum(norms(x)) / number(x),
+    "of a list of what is divided": lambda x: tf.reduce_sum([each / int(x.shape[0]) for each in norms(x)]),
+    "of what is divided by the graph's number": lambda x: tf.add_n([each * (1 / number(x)) for each in norms(x)]),
+    "of each one's sum, by tf.split": lambda x: tf.add_n(norms(x, by_split, tf.reduce_sum)) / int(x.shape[0]),
+    "of each one, times the towers": lambda x: tf.add_n(norms(x)) / B * towers.current_tower().num_towers,
+    "one after the other": lambda x: sum(norms(x)) / int(x.shape[0]),
+    "of one and its number from the end": lambda x: tf.add_n(norms(x)) / int(x.shape[0]) + 0 * tf.add_n(norms(x, by_turns))}
 
 # Sums that have a number beside that of the whole batch, as small as that of a tower's examples may be.
 SUMS_AND_FACTORS = {
@@ -206,6 +289,18 @@ def test_a_sum_over_examples_is_not_what_one_tower_trains_by_and_is_said(name, n
                 assert_equals_one_batch(model, batch_for(name), num_towers)
 
 
+@pytest.mark.parametrize("name", sorted(SUMS_OF_KNOWN_SIZE))
+@pytest.mark.parametrize("sizes", [[6, 6], [4] * 3, [2] * 6])
+def test_a_sum_over_a_list_of_each_examples_own_is_said_too(name, sizes):
+    with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
+        assert_equals_one_batch(SUMS_OF_KNOWN_SIZE[name], (X,), len(sizes), sizes)
+
+
+def test_a_list_of_some_examples_is_none_of_all(silent):
+    build(lambda x: tf.add_n(norms(x)[1:]) / 3 + tf.reduce_mean(squares(x)), (X,), 3)
+    build(lambda x: tf.add_n(norms(x, by_turns)) / 5, (X,), 3)
+
+
 @pytest.mark.parametrize("name", sorted(MEANS))
 @pytest.mark.parametrize("num_towers", [2, 3])
 def test_a_mean_over_examples_is_one_towers_and_passes_in_silence(name, num_towers, silent):
@@ -217,6 +312,12 @@ def test_a_mean_over_examples_is_one_towers_and_passes_in_silence(name, num_towe
 @pytest.mark.parametrize("num_towers,sizes", [(2, None), (3, None), (4, None), (3, [1, 7, 4])])
 def test_a_mean_by_the_number_of_the_towers_own_examples_passes_in_silence(name, num_towers, sizes, silent):
     assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], (X,), num_towers, sizes)
+
+
+@pytest.mark.parametrize("name", sorted(MEANS_OF_LISTS))
+@pytest.mark.parametrize("num_towers", [2, 3, 4, 12])
+def test_a_mean_over_a_list_of_each_examples_own_passes_in_silence(name, num_towers, silent):
+    assert_equals_one_batch(MEANS_OF_LISTS[name], (X,), num_towers)
 
 
 def models_of(name, either, known, unknown=()):

@@ -7,6 +7,7 @@ import tensorflow.compat.v1 as tf
 from towers.axes import WHOLE, axes_behind, product_axes, reduced_axes
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import LOOPS_BACK, end_of
+from towers.mapped import mapped_from
 from towers.own_data import own_leaves
 
 __all__ = ["COUNTS", "EXTREMES", "NO_VALUES", "PRODUCTS", "SIZES", "SUMS", "Examples", "chooser", "lies_along_examples",
@@ -59,7 +60,7 @@ def lies_along_examples(tensor, context):
         seen.add(op)
         if op.type in SIZES:  # how many examples there are, which is none of them
             continue
-        stack.extend(op.inputs[:1] if op.type == "MatMul" else op.inputs)
+        stack.extend(mapped_from(op) or (op.inputs[:1] if op.type == "MatMul" else op.inputs))
     return False
 
 

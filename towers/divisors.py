@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.along_examples import lies_along_examples, products, reduces_first_axis
 from towers.graph_walk import VARIABLES
+from towers.mapped import written_by
 
 __all__ = ["DIVIDES", "Divisor", "MOST_DIVISORS", "PASSES", "RESHAPES", "are_undone", "by_examples", "divisors_of",
            "divisors_within", "is_a_mean", "is_given", "number_of", "size_of"]
@@ -49,6 +50,8 @@ def divisors_within(tensor, context):
             stack.extend(op.inputs)
         elif op.type in RESHAPES or op.type in DIVIDES or op.type in ("Mean", "Sum", "Transpose"):
             stack.append(op.inputs[0])
+        elif written_by(op) is not None:
+            stack.append(written_by(op))
     return found
 
 
@@ -79,6 +82,8 @@ def size_of(tensor, context):
 
 def number_of(tensor):
     """Returns the value of a scalar that is known, else None."""
+    while tensor.op.type == "Enter":  # into a loop
+        tensor = tensor.op.inputs[0]
     value = tf.get_static_value(tensor)
     return float(np.reshape(value, -1)[0]) if value is not None and np.size(value) == 1 else None
 
@@ -90,14 +95,15 @@ def is_given(tensor):
     return number_of(tensor) is not None or tensor.op.type in _GIVEN
 
 
-def is_a_mean(summed, divisors, sizes):
+def is_a_mean(shape, divisors, sizes):
     """Tells whether a sum along the examples, divided by some numbers, may be divided by how many the tower has.
+
+    `shape` is that of what is added up, a list.
 
     That is where some of the numbers together are a multiple of the tower's examples and none of the whole batch's, or the
     number of what is added up along the batch's axis and any others: a sum over [2, 7, 3] divided by 2, 14, 6 or 42. Beside a
     division by the number of the whole batch's examples a factor is none of the tower's, and nothing is where that is 1 or 2.
     """
-    shape = summed.shape.as_list()
     own = [size for size in sizes if shape[0] is not None and shape[0] % size == 0]
     if any(divisor.kind == "size" and (divisor.number is None or not own or divisor.number % max(own) == 0)
            for divisor in divisors):

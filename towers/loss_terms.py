@@ -1,4 +1,6 @@
 """The terms that a loss adds up, and what it divides each of them by."""
+from typing import List, NamedTuple, Optional, Tuple
+
 import tensorflow.compat.v1 as tf
 
 from towers.along_examples import SIZES, lies_along_examples, reduces_first_axis
@@ -8,18 +10,51 @@ from towers.graph_walk import end_of
 from towers.own_data import own_leaves, takes_own_data
 from towers.private import is_in_loop
 
-__all__ = ["terms_of"]
+__all__ = ["Term", "terms_of"]
 
 _OF_LOOPS = frozenset(["Enter", "Exit", "Merge", "NextIteration", "Switch"])
 _OF_WEIGHTS = frozenset(["L2Loss", "Sqrt", "Square"])  # what decays end with, beside sums and means
 
 
-def terms_of(loss, context):
-    """Yields the terms of a loss, (tensor, divisors, is_sum).
+class Term(NamedTuple):
+    """A term of a loss.
 
-    - A tensor: what is added up along its first axis, if `is_sum`; else a term that is no sum, or one of no examples.
-    - A tuple of `Divisor`, what the loss divides it by.
+    Attributes:
+      tensor: what is added up along its first axis, if `is_sum`; else a term that is no sum, or one of no examples.
+      shape: list, that of what is added up, of None where a size is not known.
+      divisors: tuple of `Divisor`, what the loss divides it by.
+      is_sum: bool; None of what is one part of a sum, see `terms_of`.
     """
+    tensor: tf.Tensor
+    shape: List[Optional[int]]
+    divisors: Tuple[Divisor, ...]
+    is_sum: Optional[bool]
+
+
+def terms_of(loss, context, rows):
+    """Yields the terms of a loss, `Term`.
+
+    Args:
+      loss: scalar tensor.
+      context: the tower's `TowerContext`.
+      rows: dict, see `towers.single_rows.rows_of`: terms alike of all of a tower's examples, each by itself, are one sum.
+    """
+    parts = {}
+    for term in _terms_and_parts(loss, context, rows):
+        if term.is_sum is not None:
+            yield term
+            continue
+        row, alike = rows[term.tensor.name], tuple((divisor.number, divisor.kind) for divisor in term.divisors)
+        size = tf.dimension_value(row.source.shape[0])
+        of_all = parts.setdefault((size, alike), {})
+        of_all[row.number] = Term(row.source, [size] + term.shape, term.divisors, True)
+    for (size, _), of_all in parts.items():
+        if len(of_all) == size:
+            yield of_all[0]
+
+
+def _terms_and_parts(loss, context, rows):
+    """Yields the terms of a loss, and each that is of a single example, a tensor of `rows`, of which more may make a sum."""
     seen, stack = set(), [(loss, (), False)]
     while stack:
         tensor, divisors, is_within = stack.pop()  # a sum, which repeats what is added to its examples
@@ -27,10 +62,10 @@ def terms_of(loss, context):
         if (tensor.name, divisors, is_within) in seen or len(divisors) > MOST_DIVISORS:
             continue
         seen.add((tensor.name, divisors, is_within))
-        following = []
+        following, is_of_row = [], tensor.name in rows
         examples = _taken_one_by_one(tensor, context)
         if examples is not None:
-            yield examples, divisors + divisors_within(tensor, context), True
+            yield _sum_of(examples, divisors + divisors_within(tensor, context))
         elif kind in RESHAPES:
             following = [(inputs[0], divisors)]
         elif kind in PASSES:
@@ -42,24 +77,41 @@ def terms_of(loss, context):
         elif kind in ("Select", "SelectV2") and inputs[0].shape.rank == 0 and any(map(_is_zero, inputs[1:])):
             following = [(source, divisors) for source in inputs[1:]]
         elif kind == "Mean" and _is_of_sums(inputs[0]):
-            following = [(inputs[0], divisors)]  # over what is no number of examples
+            following = [] if _is_of_rows(inputs[0], rows) else [(inputs[0], divisors)]  # over what is no number of examples
         elif kind in _OF_LOOPS:
             following = [(source, divisors) for source in _from_round_to_round(tensor.op)]
+        elif is_of_row:
+            pass  # whose sums are over no examples
         elif kind in ("Einsum", "MatMul"):
             for summed, other in _contracted(tensor.op):
                 if other is None:
-                    yield summed, divisors, True
+                    yield _sum_of(summed, divisors)
                 elif takes_own_data([other], context):
-                    yield summed, divisors + divisors_within(other, context), True
+                    yield _sum_of(summed, divisors + divisors_within(other, context))
         elif kind == "L2Loss" or kind == "Sum" and reduces_first_axis(tensor.op):
-            yield inputs[0], divisors, True
+            yield _sum_of(inputs[0], divisors)
         if kind == "Sum" and examples is None and reduces_first_axis(tensor.op) is not None:
             following = [(inputs[0], divisors)]  # over classes, say: of what lies along the examples still
+        if is_of_row and not following and (kind not in DIVIDES | {"Mul"} or all(source.name in rows for source in inputs)):
+            yield _part_of(tensor, divisors + divisors_within(tensor, context))
         adds_up = kind in ("Mean", "Sum") and not _is_list(inputs[0])
         if divisors and not is_within and (adds_up or kind in _OF_WEIGHTS):
-            yield tensor, divisors, False
+            yield Term(tensor, [], divisors, False)
         is_within = is_within or adds_up
         stack.extend((source, by, is_within) for source, by in following)
+
+
+def _sum_of(tensor, divisors):
+    return Term(tensor, _shape_of(tensor), divisors, True)
+
+
+def _part_of(tensor, divisors):
+    """Returns what is of a single example, as the part of a sum over the examples."""
+    return Term(tensor, _shape_of(tensor.op.inputs[0] if tensor.op.type == "L2Loss" else tensor), divisors, None)
+
+
+def _shape_of(tensor):
+    return [None] if tensor.shape.rank is None else tensor.shape.as_list()
 
 
 def _without_factors(op, divisors, context):
@@ -117,6 +169,13 @@ def _is_list(tensor):
     while tensor.op.type in RESHAPES:
         tensor = tensor.op.inputs[0]
     return tensor.op.type == "Pack" and all(source.shape.rank == 0 for source in tensor.op.inputs)
+
+
+def _is_of_rows(tensor, rows):
+    """Tells whether a tensor is a list that holds something of single examples, so that its mean is one over examples."""
+    while tensor.op.type in RESHAPES:
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "Pack" and any(source.name in rows for source in tensor.op.inputs)
 
 
 def _is_of_sums(tensor):

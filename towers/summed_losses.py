@@ -11,6 +11,7 @@ from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES
 from towers.loss_terms import terms_of
 from towers.own_data import takes_own_data
+from towers.single_rows import rows_of
 
 __all__ = ["warn_of_sums"]
 
@@ -30,14 +31,15 @@ def warn_of_sums(losses, towers, stacklevel=3):
     if num_towers == 1:
         return
     sizes = sizes_of_examples(towers)
+    examples = Examples(towers)
     means, others = {}, []  # of sums alike one is enough
-    for term, divisors, is_sum in terms_of(losses[0], context):
+    for term, shape, divisors, is_sum in terms_of(losses[0], context, rows_of(towers[0].ops, examples, sizes)):
         if not is_sum:
             others.append((term, divisors))
         elif by_examples(divisors) or not lies_along_examples(term, context):
             continue
-        elif is_a_mean(term, divisors, sizes) or is_a_mean(term, divisors + divisors_within(term, context), sizes):
-            means.setdefault((str(term.shape), divisors), term)
+        elif is_a_mean(shape, divisors, sizes) or is_a_mean(shape, divisors + divisors_within(term, context), sizes):
+            means.setdefault((str(shape), divisors), shape)
         else:
             warnings.warn(
                 "The loss of a tower (%r) is a sum over the tower's examples (%r), divided by nothing of the tower's, and towers "
@@ -46,7 +48,6 @@ def warn_of_sums(losses, towers, stacklevel=3):
                 "meant as a sum is multiplied by towers.current_tower().num_towers."
                 % (losses[0].name, term.name, num_towers, num_towers), stacklevel=stacklevel)
             return
-    examples = Examples(towers)
     divided = next((term for term in _divided_by_examples(others, means, sizes, num_towers)
                     if not examples.are_in(term) and _is_of_variables(term, context)), None)
     if divided is not None:
@@ -62,7 +63,7 @@ def _divided_by_examples(others, means, sizes, num_towers):
 
     Args:
       others: list of (tensor, divisors), terms that are no sums over the examples.
-      means: dict from (shape, divisors) to a tensor, those that are, by the tower's number.
+      means: dict from (shape as a str, divisors) to the shape, those that are, by the tower's number.
       sizes: dict, see `sizes_of_examples`.
       num_towers: int; what is divided by that too is meant as it is.
     """

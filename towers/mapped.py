@@ -1,0 +1,55 @@
+"""What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
+__all__ = ["mapped_from", "written_by"]
+
+_GATHERS = "TensorArrayGatherV3"
+_READS = "TensorArrayReadV3"
+
+
+def written_by(op):
+    """Returns the tensor in a loop that each row of what an op hands out is in its round; None for any other op."""
+    write = _write_of(op)
+    return None if write is None else write.inputs[2]
+
+
+def mapped_from(op):
+    """Returns the tensors whose row i, and that row alone of them, a loop reads in the round in which it writes row i of `op`.
+
+    Returns:
+      A list, empty where `op` does not hand out such rows.
+    """
+    write = _write_of(op)
+    if write is None:
+        return []
+    frame = write.inputs[0].op.get_attr("frame_name")
+    found, seen, stack = [], set(), [write.inputs[2].op]
+    while stack:
+        op = stack.pop()
+        if op in seen or op.type == "Enter" and op.get_attr("frame_name") == frame:
+            continue
+        seen.add(op)
+        if op.type == _READS and op.inputs[1] is write.inputs[1]:
+            found.extend(_scattered(op.inputs[2]))
+        else:
+            stack.extend(source.op for source in op.inputs)
+    return found
+
+
+def _write_of(op):
+    """Returns the op that writes into a loop's TensorArray what an op gathers after the loop, else None."""
+    if op.type != _GATHERS:
+        return None
+    source = op.inputs[2]
+    for kind, number in ("Exit", 0), ("Switch", 0), ("Merge", 1), ("NextIteration", 0):
+        if source.op.type != kind:
+            return None
+        source = source.op.inputs[number]
+    write = source.op
+    return write if write.type == "TensorArrayWriteV3" and write.inputs[0].op.type == "Enter" else None
+
+
+def _scattered(flow):
+    """Returns what a TensorArray was made of before the loop, a list; of several tensors that were stacked nothing is sure."""
+    scatter = flow.op.inputs[0].op if flow.op.type == "Enter" else flow.op
+    if scatter.type != "TensorArrayScatterV3" or scatter.inputs[2].op.type == "Pack":
+        return []
+    return [scatter.inputs[2]]
