@@ -133,6 +133,27 @@ def test_what_is_asked_for_by_scope_is_found_as_in_one_tower(find, count):
     assert {len(items) for items in found} == {count}
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_average_is_called_what_it_is_called_without_towers(is_there):
+    """As tf.train.Saver(average.variables_to_restore()) of an evaluation asks for it."""
+    def model(x):
+        with tf.variable_scope("net"):
+            w, average = tf.get_variable("w", [3], tf.float64), tf.train.ExponentialMovingAverage(0.9)
+        updates = [average.apply([w])] if is_there else []
+        with tf.name_scope("inner"):
+            inside = average.average_name(w)
+        named.append([inside, average.average_name(w), sorted(average.variables_to_restore([w]))])
+        with tf.control_dependencies(updates):
+            return tf.reduce_mean(x * w)
+
+    named = []
+    with tf.Graph().as_default():
+        model(tf.constant(X))
+    build(model, (X,), 3)
+    assert named[1:] == [named[0]] * 3
+    assert tf.get_default_graph().unique_name("mine", mark_as_used=False) == "mine"
+
+
 def test_no_scope_finds_what_has_no_name_or_is_of_another():
     def model(x):
         tf.add_to_collection("mine", "policy")

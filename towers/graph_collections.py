@@ -99,7 +99,7 @@ class TowerCollections:
 @contextlib.contextmanager
 def _names_as_in_one_tower(graph, name_scope):
     """Lets a `with` block ask for a tower's items by names that have no tower in them, as those of variables have none."""
-    get_all = graph.get_collection
+    get_all, get_name = graph.get_collection, graph.unique_name
 
     def get_collection(name, scope=None):
         if scope is None or isinstance(scope, str) and (scope + "/").startswith(name_scope):
@@ -107,14 +107,21 @@ def _names_as_in_one_tower(graph, name_scope):
         return [item for item in get_all(name) if isinstance(getattr(item, "name", None), str)
                 and re.match(scope, outside_of_tower(item.name, name_scope))]
 
-    # What TensorFlow itself looks up, tf.losses.get_total_loss for one, it asks the graph for.
-    graph.get_collection = get_collection
+    def unique_name(name, mark_as_used=True):
+        made = get_name(name, mark_as_used)
+        return made if mark_as_used else outside_of_tower(made, name_scope)  # which says what a variable is called
+
+    # What TensorFlow itself looks up, tf.losses.get_total_loss for one, it asks the graph for; the name of an average too.
+    there = {"get_collection": (get_all, get_collection), "unique_name": (get_name, unique_name)}
+    for name, (_, ours) in there.items():
+        setattr(graph, name, ours)
     try:
         yield
     finally:
-        del graph.get_collection
-        if graph.get_collection != get_all:  # which somebody else put there
-            graph.get_collection = get_all
+        for name, (before, _) in there.items():
+            delattr(graph, name)
+            if getattr(graph, name) != before:  # which somebody else put there
+                setattr(graph, name, before)
 
 
 def _by_variable(added):
