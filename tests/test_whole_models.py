@@ -62,13 +62,14 @@ def test_what_can_not_be_exact_is_refused_in_any_model(why, case, place):
 
 def test_everything_that_may_be_drawn_is_drawn():
     """Descriptions alone, of which none is built."""
-    seen = set()
+    missing = all_features()
 
-    @hypothesis.settings(max_examples=700, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
+    @hypothesis.settings(max_examples=300, derandomize=False, database=None, phases=[hypothesis.Phase.generate])
     @hypothesis.given(cases())
     def collect(case):
-        seen.update(features(case))
+        missing.difference_update(features(case))
 
-    collect()
-    missing = sorted(all_features() - seen)
-    assert not missing, missing
+    for seed in range(10):  # some are drawn once in a hundred, and draws of one run resemble each other
+        if missing:
+            hypothesis.seed(seed)(collect)()
+    assert not missing, sorted(missing)
