@@ -430,6 +430,9 @@ def test_a_fused_layer_of_known_channels_may_choose_its_scale_and_offset_out_of_
 
 @pytest.mark.parametrize("use_resource", [False, True])
 def test_an_average_of_weights_beside_a_layer_moves_once(use_resource):
+    if tf.control_flow_v2_enabled() and not use_resource:
+        pytest.skip("TensorFlow's own tf.cond of control flow 2 reads a ref variable that may hold nothing yet")
+
     def model_fn(x):
         scale = tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3), use_resource=use_resource)
         loss = tf.reduce_mean(tf.square(by_moments(x * scale, "bn") - x))

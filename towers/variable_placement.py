@@ -12,9 +12,10 @@ __all__ = ["TowerDevices", "placement_of", "warn_of_other_devices", "warn_of_sta
 
 _VARIABLES = frozenset(["Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"])
 # What goes to where a variable stands, whoever asks for it, and what has no cost anywhere. RestoreV2 is what
-# tf.train.init_from_checkpoint puts on the host itself, and runs when variables are initialized.
+# tf.train.init_from_checkpoint puts on the host itself, and runs when variables are initialized; of a tf.cond its branches count.
 _BESIDE_VARIABLES = frozenset(["ReadVariableOp", "Identity", "Assign", "AssignVariableOp", "Const", "NoOp", "RestoreV2",
-                               "IsVariableInitialized", "VarIsInitializedOp", "Switch", "RefSwitch", "Merge", "RefMerge"])
+                               "IsVariableInitialized", "VarIsInitializedOp", "Switch", "RefSwitch", "Merge", "RefMerge", "If",
+                               "StatelessIf", "Placeholder"])
 
 
 def placement_of(placement, devices):
