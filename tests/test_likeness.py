@@ -494,6 +494,15 @@ def test_gradients_that_are_added_up_in_another_order_are_no_difference():
     build(model, towers.PerTower([tf.placeholder(tf.float64, [None, 3]) for _ in range(3)]), 3)
 
 
+def test_what_is_added_up_another_number_of_times_is_a_difference():
+    def model(x):
+        y, z = tf.sin(x, name="y"), tf.cos(x, name="z")
+        return mean(tf.add_n([y, y, z] if index() == 0 else [y, z, z]))
+
+    with pytest.raises(towers.TowerMismatchError, match="of type (Sin|Cos)"):
+        build(model, (X,), 2)
+
+
 def test_sparse_batches_are_no_difference():
     parts = [tf.SparseTensor([[0, i]], [1.0 + i], [2, 3]) for i in range(2)]
     build(lambda x: {"loss": mean(tf.sparse.to_dense(x)), "weight": 1.0}, towers.PerTower(parts), 2)

@@ -82,8 +82,9 @@ class _View:
         self._name_scope = tower.context.name_scope
 
     def by_name(self, tensors):
-        """Returns tensors by their names without the tower's, in the order of these."""
-        return dict(sorted((tensor.name.replace(self._name_scope, ""), tensor) for tensor in tensors))
+        """Returns the names of tensors without the tower's, in their order, and the tensors in that order: two tuples."""
+        named = [(tensor.name.replace(self._name_scope, ""), tensor) for tensor in tensors]
+        return tuple(zip(*sorted(named, key=lambda pair: pair[0])))
 
 
 class _Comparison:
@@ -175,9 +176,9 @@ class _Comparison:
         skipped = _seeds(op)
         inputs, others = list(op.inputs), list(other.inputs)
         if op.type == "AddN":  # tf.gradients adds up in whatever order it comes by, which is another where towers wait for others
-            named, others_named = self._first.by_name(inputs), self._other.by_name(others)
-            if list(named) == list(others_named):
-                inputs, others = list(named.values()), list(others_named.values())
+            (names, by_name), (others_names, others_by_name) = self._first.by_name(inputs), self._other.by_name(others)
+            if names == others_names:
+                inputs, others = by_name, others_by_name
         self._stack.extend(((x.op, x.value_index), (y.op, y.value_index))
                            for i, (x, y) in enumerate(zip(inputs, others)) if i not in skipped)
 

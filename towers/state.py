@@ -12,6 +12,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
+from towers.asked_steps import AskedSteps
 from towers.functions import Functions
 from towers.graph_walk import ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables
 from towers.initial_values import warn_of_initial_values
@@ -72,7 +73,7 @@ class _State:
         self._writes = {op for view in views for op in view.writes}
         self._of_metrics = set(map(op_of, tf.get_collection(tf.GraphKeys.METRIC_VARIABLES)))
         self._metrics = {v for v in self.variables if _outer(v) in self._of_metrics and not self._counts_batches(v)}
-        self._steps = _Steps(views)
+        self._steps = AskedSteps(views)
         self._twins = self._find_twins()
         self._shared, self._own = self._find_shared()
         self._stands_for = {}  # op of a later tower -> the op of tower 0 that runs in its place
@@ -294,33 +295,6 @@ class _State:
         if twin is None or isinstance(item, tf.Operation):
             return item if twin is None else twin
         return twin.outputs[item.value_index] if isinstance(item, tf.Tensor) else read_written(twin)
-
-
-class _Steps:
-    """What stands for training steps in model functions that hold an optimizer: ops that wait for the real ones later.
-
-    Until then the graph does not say that they come after what the real ones wait for.
-    """
-
-    def __init__(self, views):
-        asked = [view.tower.context.asked for view in views]
-        of_towers = [each.steps_and_before(view.tower.update_ops) for each, view in zip(asked, views) if each is not None]
-        # The number of a step -> what stands for it in each tower, and all that runs before it in any.
-        self._steps = [([done for done, _ in of_step], set().union(*[before for _, before in of_step]))
-                       for of_step in zip(*of_towers)]
-        self._behind = {done: descendants([done]) for dones, _ in self._steps for done in dones}
-
-    def after(self, ops):
-        """Returns what stands for those steps that run after any of some ops, a list."""
-        return [done for dones, before in self._steps if not before.isdisjoint(ops) for done in dones]
-
-    def numbers_before(self, op):
-        """Returns the numbers of the steps that an op runs after, a tuple, alike in every tower."""
-        return tuple(number for number, (dones, _) in enumerate(self._steps) if any(op in self._behind[done] for done in dones))
-
-    def before(self, op):
-        """Returns what stands for those steps that an op runs after, a tuple."""
-        return tuple(done for done, behind in self._behind.items() if op in behind)
 
 
 def _is_after(writes):
