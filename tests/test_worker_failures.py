@@ -40,6 +40,7 @@ with workers.session() as session:
     session.run(workers.broadcast_variables())
     run(session, 3)
     if workers.rank == 1:
+        sys.stdin.readline()
         WRONG
     run(session, 100000)
 """
@@ -70,9 +71,13 @@ def two_workers(script):
     for worker in workers:
         assert worker.stdout.readline() == "imported\n"
     for worker in workers:
-        worker.stdin.write("\n")
-        worker.stdin.flush()
+        go_on(worker)
     return workers
+
+
+def go_on(worker):
+    worker.stdin.write("\n")
+    worker.stdin.flush()
 
 
 @pytest.mark.parametrize("wrong,time_limit,message", [
@@ -85,6 +90,7 @@ def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, time_limit, m
     workers = two_workers(STEPS.replace("WRONG", wrong) % time_limit)
     try:
         assert any(line == "step 2\n" for line in workers[0].stdout)
+        go_on(workers[1])  # worker 0 has its last step whole
         began = time.time()
         _, err = workers[0].communicate(timeout=60)
         assert time.time() - began < 40
