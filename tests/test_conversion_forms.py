@@ -374,9 +374,10 @@ def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
 
 
 @pytest.mark.parametrize("layer", [of_sums, of_sums_by_a_constant, of_sums_of_sums, by_computing_formula, masked])
-def test_what_follows_a_masked_batch_norm_is_divided_by_its_own_number(layer):
+@pytest.mark.parametrize("first", [masked, corrected, corrected_at_once])
+def test_what_follows_a_batch_norm_is_divided_by_its_own_number(first, layer):
     for sizes in SIZES:
-        model = tf_syncbn.convert_model(model_of(lambda x: layer(masked(x) + 0.5 * x)))
+        model = tf_syncbn.convert_model(model_of(lambda x: layer(first(x) + 0.5 * x)))
         assert_equals_one_batch(model, batch_of(4, 3), len(sizes), sizes)
 
 

@@ -102,6 +102,24 @@ def of_each(x):
     return tf.reduce_sum(tf.tanh(tf.nn.batch_normalization(x, mean, variance, None, scale, 1e-3)), 1)
 
 
+def of_rows(x):
+    """Each example's rows by a layer, whose slopes are made of the rows of all."""
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        kernel = tf.get_variable("kernel", [2, 2], x.dtype, tf.constant_initializer([0.3, -0.8, 0.5, 1.]))
+    rows = tf.tanh(tf.matmul(tf.reshape(x, [-1, 2]), kernel))
+    return tf.reduce_sum(tf.square(tf.reshape(rows, tf.shape(x))), 1)
+
+
+@pytest.mark.parametrize("sizes", [[1, 3], [1, 2, 4]])
+def test_gradients_of_an_example_s_rows_pass_in_silence_beside_a_tower_of_one(sizes):
+    def model(x, y):
+        slopes, = tf.gradients(tf.reduce_sum(of_rows(x)), x)
+        return tf.reduce_mean(of_rows(x) - y) + tf.reduce_mean(tf.square(tf.sqrt(tf.reduce_sum(tf.square(slopes), 1)) - 1))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*no mean over examples")
+        assert_equals_one_batch(model, (X[:sum(sizes)], Y[:sum(sizes)]), len(sizes), sizes, steps=2)
+
+
 @pytest.mark.parametrize("sizes", [[1, 3], [3, 1], [1, 1]])
 def test_gradients_by_an_example_s_own_moments_pass_in_silence_where_it_is_alone_too(sizes):
     count = sum(sizes)

@@ -84,6 +84,11 @@ def by_turns(y):
     return [tf.concat([y[i], 2 * y[-1 - i]], 0) for i in range(int(y.shape[0]))]
 
 
+def chosen(x, one, other=lambda: 0.5):
+    """What one branch of a tf.cond makes of the examples, the one that is taken, or another one."""
+    return tf.cond(tf.reduce_sum(weights()) > 0, one, lambda: tf.cast(other(), x.dtype))
+
+
 def of_steps(x, of_row):
     """What tf.map_fn makes of each of C steps, along which no examples lie."""
     return tf.map_fn(of_row, tf.transpose(squares(x)))
@@ -129,6 +134,13 @@ if not tf.control_flow_v2_enabled():  # which makes functions of loops, and noth
             lambda rows: norm(rows[0]) * tf.reduce_mean(rows[1]), (squares(x), x), dtype=x.dtype)) / B,
         "by tf.map_fn within another": lambda x: tf.reduce_sum(tf.map_fn(
             lambda row: norm(tf.map_fn(lambda each: each * tf.reduce_mean(row), row)), squares(x))) / B,
+        "in a branch": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / B),
+        "in a branch, of what is outside": lambda x, by=B: chosen(x, lambda y=squares(x): tf.reduce_sum(y)) / by,
+        "in a branch, of what is fed outside": lambda x: (
+            lambda y, by: chosen(x, lambda: 0.1 + tf.reduce_sum(y) / by))(squares(x), fed(x)),
+        "in either branch": lambda x: chosen(
+            x, lambda: tf.reduce_sum(squares(x)) / B, lambda: tf.reduce_mean(squares(x))),
+        "in a branch beside a mean": lambda x: tf.reduce_mean(squares(x)) + chosen(x, lambda: tf.nn.l2_loss(squares(x)) / B),
         "by tf.map_fn of rows": lambda x: tf.reduce_sum(tf.sqrt(tf.map_fn(tf.cos, squares(x)) + 2)) / B})
 
 # Those of a Python loop over the examples, whose number is known while the graph is built.
@@ -177,6 +189,13 @@ MEANS = {
     "by a Python loop over layers": lambda x: tf.reduce_sum(
         [tf.reduce_mean(layer) for layer in tf.unstack(tf.stack([squares(x), curves(x)]))]),
     "by tf.foldl": lambda x: folded(x) / number(x),
+    "in a branch": lambda x: chosen(x, lambda: tf.reduce_mean(squares(x)), lambda: tf.reduce_mean(x)),
+    "in a branch, by the number": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / number(x)),
+    "in a branch, by the number from outside": lambda x: (
+        lambda y, by: chosen(x, lambda: tf.reduce_sum(y) / tf.maximum(by, 1)))(squares(x), number(x)),
+    "in a branch, of what is divided after it": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)), lambda: 0.0) / number(x),
+    "in a branch, of weights": lambda x: tf.reduce_mean(squares(x)) + chosen(x, decay),
+    "with a rate in a branch": lambda x: tf.reduce_mean(squares(x)) * chosen(x, lambda: tf.constant(0.5, x.dtype)),
     "of what is multiplied": lambda x: tf.reduce_sum(tf.reduce_sum(squares(x) * (1 / number(x)), 1)),
     "a mean of means": lambda x: tf.reduce_mean([tf.reduce_mean(squares(x)), tf.reduce_mean(x * squares(x))]),
     "with a decay": lambda x: mean_of_norms(x) + decay() / B,

@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 from towers.axes import WHOLE, axes_behind, product_axes, reduced_axes
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import LOOPS_BACK, end_of
-from towers.mapped import mapped_from
+from towers.mapped import MAPS, mapped_from
 from towers.own_data import own_leaves
 
 __all__ = ["COUNTS", "EXTREMES", "NO_VALUES", "PRODUCTS", "SIZES", "SUMS", "Examples", "chooser", "lies_along_examples",
@@ -162,6 +162,8 @@ def _is_of_branches(op):
 def values_of(op):
     """Returns the inputs of an op whose values are in its output, not those that say which of them, or how many: a list."""
     numbers = _VALUES.get(op.type)
+    if op.type in MAPS:
+        return mapped_from(op)
     return list(op.inputs) if numbers is None else [op.inputs[number] for number in numbers if number < len(op.inputs)]
 
 
@@ -178,7 +180,7 @@ class Examples:
     def end_at(self, tensor):
         """Tells whether nothing is to be looked for behind a tensor: of the batch or of all towers, or where nothing is sure."""
         return (end_of(tensor) in self._leaves or tensor.op in self._stand_ins or stands_at_exchange(tensor.op)
-                or _is_unsure(tensor.op) and not _is_of_branches(tensor.op))
+                or _is_unsure(tensor.op) and not _is_of_branches(tensor.op) and not mapped_from(tensor.op))
 
     def is_given(self, tensor):
         """Tells whether a tensor is one of the tower's batch."""
@@ -293,7 +295,7 @@ class Examples:
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
             return [(source,) for source in op.inputs if _are_counted(source)]
-        return [(source,) for source in (values_of(op) if op.type == "Switch" else op.inputs)]
+        return [(source,) for source in (values_of(op) if op.type == "Switch" or op.type in MAPS else op.inputs)]
 
     def _places(self, tensor, axis, part):
         op = tensor.op
@@ -301,6 +303,8 @@ class Examples:
             return []
         if op.type in _COUNTS_CLASSES or axis == 0 and _is_of_segments(op) and not self._may_be_for_each(op):
             return []
+        if op.type in MAPS:
+            return [(source, axis, part) for source in mapped_from(op) if axis == 0]
         return axes_behind(tensor, axis, part)
 
     def rows_of(self, tensor):

@@ -14,16 +14,14 @@ from towers.context import TowerContext, current_tower, enter_tower
 from towers.draws import warn_of_same_draws
 from towers.empty_batches import survive_empty_batches
 from towers.graph_collections import TowerCollections
-from towers.inner_gradients import warn_of_inner_gradients
 from towers.inner_training import refuse_training
 from towers.input import is_input, next_batches
 from towers.keras3 import explained
 from towers.likeness import check_alike
+from towers.loss_checks import warn_of_losses
 from towers.meetings import Meetings
-from towers.mixed_losses import warn_of_mixed
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
                               on_machine_of, warn_of_absent_devices)
-from towers.positions import warn_of_positions
 from towers.private import take_in
 from towers.regrouping import warn_of_regrouping
 from towers.replicas import Tower, Towers
@@ -31,7 +29,6 @@ from towers.replicated import read_once
 from towers.shares import checked_loss, count, scalar_loss, shares
 from towers.sharing import VariableSharing
 from towers.state import settle_state
-from towers.summed_losses import warn_of_sums
 from towers.turns import TowerMismatchError
 from towers.variable_placement import TowerDevices, placement_of, warn_of_other_devices
 from towers.workers.connection import Workers
@@ -150,10 +147,7 @@ class TowerBuilder:
             warn_of_regrouping(towers)
             losses = [tower.loss for tower in towers]
             if losses[0] is not None:
-                warn_of_positions(losses, towers, is_divided=callable(batch) or isinstance(batch, PerTower))
-                warn_of_inner_gradients(losses, towers)
-                if not warn_of_mixed(losses, towers):
-                    warn_of_sums(losses, towers)
+                warn_of_losses(losses, towers, is_divided=callable(batch) or isinstance(batch, PerTower))
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)

@@ -4,7 +4,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import lies_along_examples, products, reduces_first_axis
+from towers.along_examples import lies_along_examples, products, reduces_first_axis, values_of
 from towers.graph_walk import VARIABLES
 from towers.mapped import written_by
 
@@ -17,7 +17,7 @@ RESHAPES = frozenset(["ExpandDims", "Reshape", "Squeeze"])
 DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
 MOST_DIVISORS = 6  # whose products are looked at: what a loop discounts step by step would have too many
 _MOST_OF_FACTORS = 2  # examples of a tower that a factor such as 1/2 may stand for by chance
-_OF_NUMBERS = frozenset(["Add", "AddV2", "Cast", "Enter", "Identity", "Maximum", "Mul", "Reshape"])
+_OF_NUMBERS = frozenset(["Add", "AddV2", "Cast", "Enter", "Identity", "Maximum", "Mul", "Reshape", "Switch"])
 _GIVEN = VARIABLES | frozenset(["Const", "Placeholder", "PlaceholderWithDefault"])
 
 
@@ -66,7 +66,7 @@ def divisors_of(tensor, op, context):
 def size_of(tensor, context):
     """Returns the number that a tensor takes of a shape, an int; itself if it counts the tower's examples; else None."""
     while tensor.op.type in _OF_NUMBERS:
-        sources = [source for source in tensor.op.inputs if number_of(source) is None]
+        sources = [source for source in values_of(tensor.op) if number_of(source) is None]
         if len(sources) != 1:
             return None
         tensor = sources[0]
@@ -82,7 +82,7 @@ def size_of(tensor, context):
 
 def number_of(tensor):
     """Returns the value of a scalar that is known, else None."""
-    while tensor.op.type == "Enter":  # into a loop
+    while tensor.op.type in ("Enter", "Switch"):  # into a loop or a branch
         tensor = tensor.op.inputs[0]
     value = tf.get_static_value(tensor)
     return float(np.reshape(value, -1)[0]) if value is not None and np.size(value) == 1 else None
@@ -90,7 +90,7 @@ def number_of(tensor):
 
 def is_given(tensor):
     """Tells whether a tensor is a number, or one that is fed or trained: it is the same whatever the tower's examples are."""
-    while tensor.op.type in ("Cast", "Identity", "ReadVariableOp"):
+    while tensor.op.type in ("Cast", "Identity", "ReadVariableOp", "Switch"):
         tensor = tensor.op.inputs[0]
     return number_of(tensor) is not None or tensor.op.type in _GIVEN
 

@@ -16,16 +16,13 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import GradsAndVars, Optimizer, Tensor, UpdateOps, Variable
 from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
-from towers.inner_gradients import warn_of_inner_gradients
-from towers.mixed_losses import warn_of_mixed
+from towers.loss_checks import warn_of_losses
 from towers.ordering import READS
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
-from towers.positions import warn_of_positions
 from towers.replicas import Tower, Towers
 from towers.shares import checked_loss, scalar_loss
 from towers.slices import are_slices, join_slices, with_numbers
-from towers.summed_losses import warn_of_sums
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
 from towers.update_ops import chosen_update_ops
@@ -81,10 +78,7 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
         _warn_of_rewritten(replicas)
     # That which the model function returned was looked at when the towers were built.
     if loss is not None:
-        warn_of_positions(losses, replicas, stacklevel=4)
-        warn_of_inner_gradients(losses, replicas, stacklevel=4)
-        if not warn_of_mixed(losses, replicas, stacklevel=4):
-            warn_of_sums(losses, replicas, stacklevel=4)
+        warn_of_losses(losses, replicas, stacklevel=3)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where

@@ -30,8 +30,6 @@ def warn_of_inner_gradients(losses, towers, stacklevel=3):
     """
     if towers[0].context.num_towers == 1:
         return
-    # Of one example nothing is added up, in tower 0 perhaps but not in others.
-    losses, towers = zip(*sorted(zip(losses, towers), key=lambda of_tower: 1 in sizes_of_examples(of_tower[1:])))
     tower = towers[0]
     found = [op for op in tower.ops if forward_op_of(op) is not None and control_flow_of(op) is None]
     examples = Examples(towers) if found else None

@@ -12,7 +12,7 @@ from towers.private import is_in_loop
 
 __all__ = ["Term", "terms_of"]
 
-_OF_LOOPS = frozenset(["Enter", "Exit", "Merge", "NextIteration", "Switch"])
+_OF_LOOPS = frozenset(["Enter", "Exit", "Merge", "NextIteration", "Switch"])  # and of branches, of control flow 1
 _OF_WEIGHTS = frozenset(["L2Loss", "Sqrt", "Square"])  # what decays end with, beside sums and means
 
 
@@ -79,7 +79,7 @@ def _terms_and_parts(loss, context, rows):
         elif kind == "Mean" and _is_of_sums(inputs[0]):
             following = [] if _is_of_rows(inputs[0], rows) else [(inputs[0], divisors)]  # over what is no number of examples
         elif kind in _OF_LOOPS:
-            following = [(source, divisors) for source in _from_round_to_round(tensor.op)]
+            following = [(source, divisors) for source in (inputs if kind == "Merge" else inputs[:1])]
         elif is_of_row:
             pass  # whose sums are over no examples
         elif kind in ("Einsum", "MatMul"):
@@ -125,15 +125,6 @@ def _without_factors(op, divisors, context):
         return [(tensor, divisors + more) for tensor, number in zip(inputs, numbers) if number is None]
     own = [tensor for tensor in inputs if takes_own_data([tensor], context)]
     return [(own[0], divisors)] if len(own) == 1 and all(is_given(tensor) for tensor in inputs if tensor is not own[0]) else []
-
-
-def _from_round_to_round(op):
-    """Returns what an op of a tf.while_loop of control flow 1 hands on, a list of tensors; of a tf.cond nothing."""
-    if op.type == "Merge":
-        return list(op.inputs) if any(source.op.type == "NextIteration" for source in op.inputs) else []
-    if op.type == "Switch":
-        return [op.inputs[0]] if op.inputs[0].op.type == "Merge" else []
-    return [op.inputs[0]]
 
 
 def _taken_one_by_one(tensor, context):

@@ -1,7 +1,7 @@
 """What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
-__all__ = ["mapped_from", "written_by"]
+__all__ = ["MAPS", "mapped_from", "written_by"]
 
-_GATHERS = "TensorArrayGatherV3"
+MAPS = frozenset(["TensorArrayGatherV3"])  # what may hand out such rows
 _READS = "TensorArrayReadV3"
 
 
@@ -36,7 +36,7 @@ def mapped_from(op):
 
 def _write_of(op):
     """Returns the op that writes into a loop's TensorArray what an op gathers after the loop, else None."""
-    if op.type != _GATHERS:
+    if op.type not in MAPS:
         return None
     source = op.inputs[2]
     for kind, number in ("Exit", 0), ("Switch", 0), ("Merge", 1), ("NextIteration", 0):

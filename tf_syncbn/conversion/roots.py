@@ -110,7 +110,8 @@ def statistics_of(root, model, known):
     Args:
       root: operation.
       model: `tf_syncbn.conversion.layout.Examined`.
-      known: set of ops, and of places of counts, of earlier batch norms. Their sums are among the root's, their weights are not.
+      known: set of ops, and of places of counts, of earlier batch norms. Their sums are among the root's, their weights and what
+        these sums are divided by are not.
 
     Returns:
       `Statistics`.
@@ -140,7 +141,7 @@ def statistics_of(root, model, known):
     all_weights, of_weights = find_weights(sums, root, model)
     counts.update(of_weights)
     weights = {op.inputs[i].op for place, numbers in of_weights.items() if place not in known for op, i in numbers}
-    for op in sums - all_weights:
+    for op in sums - all_weights - known:
         more, are_known = divisors_of(op, model, lambda consumer: is_root(consumer) or use_of(consumer, model) is not None,
                                       bool(weights))
         counts.update(more)

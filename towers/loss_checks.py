@@ -1,0 +1,25 @@
+"""What is said, while towers are built, of losses whose average over towers is not the loss of the whole batch."""
+from towers.along_examples import sizes_of_examples
+from towers.inner_gradients import warn_of_inner_gradients
+from towers.mixed_losses import warn_of_mixed
+from towers.positions import warn_of_positions
+from towers.summed_losses import warn_of_sums
+
+__all__ = ["warn_of_losses"]
+
+
+def warn_of_losses(losses, towers, is_divided=False, stacklevel=2):
+    """Warns where a tower's loss takes its examples by their place, by gradients of their own, together, or adds them up.
+
+    Args:
+      losses: list over towers of scalar tensors.
+      towers: list of `Tower`.
+      is_divided: bool, whether the caller divided the batch.
+      stacklevel: int, as of `warnings.warn`.
+    """
+    # Of one example nothing is added up, and its axis is as any other of size 1: a tower of several is looked at.
+    losses, towers = zip(*sorted(zip(losses, towers), key=lambda of_tower: 1 in sizes_of_examples(of_tower[1:])))
+    warn_of_positions(losses, towers, is_divided, stacklevel + 1)
+    warn_of_inner_gradients(losses, towers, stacklevel + 1)
+    if not warn_of_mixed(losses, towers, stacklevel + 1):
+        warn_of_sums(losses, towers, stacklevel + 1)
