@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
+from tensorflow.python.framework.function import Defun
 
 import tf_syncbn
 import towers
@@ -480,6 +481,33 @@ def test_gradients_of_what_is_broadcast_to_one_example_are_no_difference(combine
         return mean(y) + mean(tf.gradients(tf.reduce_sum(y), x)[0])
 
     build(model, towers.PerTower([tf.placeholder(tf.float64, [size, 3]) for size in sizes]), 2)
+
+
+@pytest.mark.parametrize("sizes", [[5, 1], [1, 5], [1, 1]])
+def test_products_that_need_no_shape_of_one_example_are_no_difference(sizes):
+    def model(x):
+        return mean(tf.square(tf.tensordot(tf.transpose(x, [1, 0, 2]), variable(shape=[3], dtype=x.dtype), 1)))
+
+    build(model, towers.PerTower([tf.placeholder(tf.float32, [size, 4, 3]) for size in sizes]), 2)
+
+
+def test_parts_of_each_example_that_are_joined_are_no_difference():
+    def model(x):
+        return mean(tf.concat([tf.sin(row)[None] for row in tf.unstack(x)], 0) * variable(shape=[3]))
+
+    build(model, towers.PerTower([tf.placeholder(tf.float32, [size, 3]) for size in (3, 2)]), 2)
+
+
+@pytest.mark.parametrize("body,is_refused", [(lambda x: tf.sin(x), False), (lambda x: [tf.sin, tf.cos][index()](x), True)])
+def test_functions_that_each_tower_makes_are_compared_by_what_they_compute(body, is_refused):
+    def model(x):
+        return mean(Defun(tf.float32, func_name="made_by_%d" % index())(body)(tf.matmul(x, variable())))
+
+    if is_refused:
+        with pytest.raises(towers.TowerMismatchError, match="of type made_by_0, and in tower 1 .* of type made_by_1"):
+            build(model, (rows(X),), 2)
+    else:
+        build(model, (rows(X),), 2)
 
 
 def test_gradients_that_are_added_up_in_another_order_are_no_difference():

@@ -229,9 +229,33 @@ MIXED_IN_A_BRANCH = {
         tf.reduce_sum(mask) > 0, lambda: tf.sqrt(tf.reduce_mean(losses(x))), lambda: tf.reduce_sum(weights())),
     "in a branch, of tf.boolean_mask": lambda x, mask, _: guarded(
         lambda: tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)), mask),
-    "a root of a branch": lambda x, mask, _: tf.sqrt(guarded(lambda: tf.reduce_mean(losses(x)), mask))}
+    "a root of a branch": lambda x, mask, _: tf.sqrt(guarded(lambda: tf.reduce_mean(losses(x)), mask)),
+    "of features of a branch": lambda x, mask, _: masked(tf.cond(
+        tf.reduce_sum(weights()) > 0, lambda: features(x), lambda: 2 * x), mask),
+    "the largest of tf.map_fn": lambda x, *_: tf.reduce_max(tf.map_fn(tf.reduce_sum, tf.square(features(x)))),
+    "a root of tf.map_fn": lambda x, *_: tf.sqrt(tf.reduce_mean(tf.map_fn(tf.reduce_sum, tf.square(features(x))))),
+    "of a recurrent network": lambda x, mask, _: masked(tf.transpose(tf.scan(
+        lambda state, step: tf.tanh(state + step), tf.transpose(features(x)), tf.zeros_like(mask))), mask)}
 if not tf.control_flow_v2_enabled():  # which makes functions of branches, and nothing is looked for there
     MIXED.update(MIXED_IN_A_BRANCH)
+
+
+def joined(x, join=tf.stack, of_row=tf.square):
+    """What a Python loop makes of each example, joined again."""
+    return join([of_row(row) for row in tf.unstack(features(x))])
+
+
+MIXED_OF_KNOWN_SIZE = {
+    "a root of what is stacked": lambda x, *_: tf.sqrt(tf.reduce_mean(joined(x))),
+    "a mask's loss of what is stacked": lambda x, mask, _: tf.reduce_sum(joined(x) * mask[:, None]) / tf.reduce_sum(mask),
+    "the largest of what is stacked twice": lambda x, *_: tf.reduce_max(tf.stack(tf.unstack(joined(x)))),
+    "a root of what is joined": lambda x, *_: tf.sqrt(tf.reduce_mean(joined(
+        x, lambda rows: tf.concat(rows, 0), lambda row: tf.square(row)[None])))}
+MEANS_OF_KNOWN_SIZE = {
+    "of what is stacked": lambda x, *_: tf.reduce_mean(tf.sqrt(tf.reduce_sum(joined(x), 1))),
+    "of what is stacked, of the largest of each": lambda x, *_: tf.reduce_mean(tf.reduce_max(joined(x), 1)),
+    "of what is joined": lambda x, *_: tf.reduce_mean(tf.reduce_max(joined(
+        x, lambda rows: tf.concat(rows, 0), lambda row: tf.square(row)[None]), 1))}
 
 
 def of_each_example(x, mask, _):
@@ -397,6 +421,27 @@ def test_what_takes_all_examples_of_a_tower_together_is_another_loss_and_is_said
 @pytest.mark.parametrize("name", sorted(MEANS))
 def test_means_over_examples_are_those_of_the_whole_batch_and_pass_in_silence(name, size, silent):
     assert_equals_one_batch(model_of(MEANS, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
+
+
+@pytest.mark.parametrize("name", sorted(MIXED_OF_KNOWN_SIZE))
+def test_what_takes_examples_together_that_were_taken_apart_is_said_too(name):
+    with pytest.warns(UserWarning, match=WORDS):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(MIXED_OF_KNOWN_SIZE[name], BATCH, 3, sizes=[3, 5, 4], steps=2)
+
+
+@pytest.mark.parametrize("name", sorted(MEANS_OF_KNOWN_SIZE))
+def test_means_over_examples_that_were_taken_apart_pass_in_silence(name, silent):
+    assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], BATCH, 3, sizes=[3, 5, 4], steps=2)
+
+
+def test_a_mean_over_examples_beside_what_is_weighed_by_another_number_is_said():
+    def model_fn(x, mask, _):
+        return {"loss": masked(x, mask) + 0.1 * tf.reduce_mean(losses(x)), "weight": tf.reduce_sum(mask)}
+
+    with pytest.warns(UserWarning, match='has a mean over the tower\'s examples in it .*"weight"'):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(model_fn, BATCH, 3, sizes=[3, 5, 4], steps=2)
 
 
 def test_one_example_is_no_channel_of_what_it_is_reshaped_to(silent):

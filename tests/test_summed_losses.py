@@ -89,6 +89,16 @@ def chosen(x, one, other=lambda: 0.5):
     return tf.cond(tf.reduce_sum(weights()) > 0, one, lambda: tf.cast(other(), x.dtype))
 
 
+def turned(x):
+    """The numbers of each of C steps, all of the tower's examples in a row, as recurrent networks have them."""
+    return tf.transpose(squares(x))
+
+
+def recurrent(x):
+    """What a loop over steps makes of them one after the other, [C, batch]."""
+    return tf.scan(lambda state, step: tf.tanh(0.5 * state + step), turned(x), tf.zeros_like(x[:, 0]))
+
+
 def of_steps(x, of_row):
     """What tf.map_fn makes of each of C steps, along which no examples lie."""
     return tf.map_fn(of_row, tf.transpose(squares(x)))
@@ -97,6 +107,7 @@ def of_steps(x, of_row):
 SUMS = {
     "a sum": lambda x: tf.reduce_sum(squares(x)),
     "by the whole batch": lambda x: tf.reduce_sum(squares(x)) / B,
+    "times a quotient of numbers": lambda x: tf.constant(0.7, x.dtype) / tf.constant(5.0, x.dtype) * tf.reduce_sum(squares(x)),
     "times its inverse": lambda x: (1.0 / B) * tf.reduce_sum(squares(x)),
     "of all entries": lambda x: tf.reduce_sum(squares(x)) / (B * C),
     "of a number fed": lambda x: tf.reduce_sum(squares(x)) / fed(x),
@@ -121,6 +132,15 @@ SUMS = {
     "in a loop": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(y[i])) / B,
     "in a loop, of tf.gather": lambda x: in_a_loop(x, lambda y, i: tf.sqrt(tf.reduce_mean(tf.gather(y, i)))) / B,
     "in a loop over classes": lambda x: in_a_loop(x, lambda y, i: tf.reduce_sum(y[:, i]), C) / B,
+    "time first": lambda x: tf.reduce_sum(turned(x)) / B,
+    "time first, of all entries": lambda x: tf.reduce_sum(turned(x)) / (B * C),
+    "time first, of squares": lambda x: tf.nn.l2_loss(turned(x)),
+    "time first, of products": lambda x: tf.reduce_sum(turned(x) * tf.transpose(curves(x))) / B,
+    "time first, flattened": lambda x: tf.reduce_sum(tf.reshape(turned(x), [-1])) / B,
+    "time first, of each step's": lambda x: tf.reduce_sum(tf.reduce_sum(turned(x), 1)) / B,
+    "time first, a mean over steps": lambda x: tf.reduce_mean(tf.reduce_sum(turned(x), 1)) / B,
+    "time first, step by step": lambda x: tf.add_n([tf.reduce_sum(step) for step in tf.unstack(turned(x), C)]) / B,
+    "a mean of one sum of squares": lambda x: tf.reduce_mean(tf.nn.l2_loss(squares(x))) / B,
     "by tf.foldl": lambda x: folded(x) / B,
     "by tf.foldl, of squares": lambda x: folded(x, tf.nn.l2_loss) / B,
     "in the graph of a dict": lambda x: {"loss": tf.reduce_sum(squares(x)) / B, "weight": tf.shape(x)[0]}}
@@ -134,6 +154,8 @@ if not tf.control_flow_v2_enabled():  # which makes functions of loops, and noth
             lambda rows: norm(rows[0]) * tf.reduce_mean(rows[1]), (squares(x), x), dtype=x.dtype)) / B,
         "by tf.map_fn within another": lambda x: tf.reduce_sum(tf.map_fn(
             lambda row: norm(tf.map_fn(lambda each: each * tf.reduce_mean(row), row)), squares(x))) / B,
+        "time first, of a recurrent network": lambda x: tf.reduce_sum(recurrent(x)) / B,
+        "of a recurrent network": lambda x: tf.reduce_sum(tf.transpose(recurrent(x))) / B,
         "in a branch": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / B),
         "in a branch, of what is outside": lambda x, by=B: chosen(x, lambda y=squares(x): tf.reduce_sum(y)) / by,
         "in a branch, of what is fed outside": lambda x: (
@@ -145,6 +167,8 @@ if not tf.control_flow_v2_enabled():  # which makes functions of loops, and noth
 
 # Those of a Python loop over the examples, whose number is known while the graph is built.
 SUMS_OF_KNOWN_SIZE = {
+    "of what is stacked": lambda x: tf.reduce_sum(tf.sqrt(tf.stack(norms(x, of_row=tf.square)))) / B,
+    "of what is joined": lambda x: tf.reduce_sum(tf.concat(norms(x, by_split, tf.square), 0)) / B,
     "of a list": lambda x: tf.reduce_sum(norms(x)) / B,
     "of a list, by index": lambda x: tf.reduce_sum(tf.stack(norms(x, by_index))),
     "of a list, by tf.split": lambda x: tf.reduce_sum(tf.stack(norms(x, by_split, tf.reduce_mean))) / B,
@@ -189,6 +213,17 @@ MEANS = {
     "by a Python loop over layers": lambda x: tf.reduce_sum(
         [tf.reduce_mean(layer) for layer in tf.unstack(tf.stack([squares(x), curves(x)]))]),
     "by tf.foldl": lambda x: folded(x) / number(x),
+    "time first": lambda x: tf.reduce_mean(turned(x)),
+    "time first, by their number": lambda x: tf.reduce_sum(turned(x)) / number(x),
+    "time first, by the number of an axis": lambda x: tf.reduce_sum(turned(x)) / tf.cast(tf.shape(turned(x))[1], x.dtype),
+    "time first, by the number of entries": lambda x: tf.reduce_sum(turned(x)) / tf.cast(tf.size(turned(x)), x.dtype),
+    "time first, of squares by their number": lambda x: tf.nn.l2_loss(turned(x)) / number(x),
+    "time first, of weights": lambda x: tf.reduce_sum(turned(x) * (tf.ones_like(turned(x)) / number(x))),
+    "time first, a sum over steps": lambda x: tf.reduce_sum(tf.reduce_mean(turned(x), 1)),
+    "time first, a mean of each example's": lambda x: tf.reduce_mean(tf.reduce_sum(turned(x), 0)),
+    "time first, step by step": lambda x: tf.add_n([tf.reduce_mean(step) for step in tf.unstack(turned(x), C)]),
+    "of a recurrent network": lambda x: tf.reduce_mean(tf.reduce_sum(recurrent(x), 0)),
+    "of a recurrent network by their number": lambda x: tf.reduce_sum(recurrent(x)) / number(x),
     "in a branch": lambda x: chosen(x, lambda: tf.reduce_mean(squares(x)), lambda: tf.reduce_mean(x)),
     "in a branch, by the number": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / number(x)),
     "in a branch, by the number from outside": lambda x: (
@@ -216,6 +251,10 @@ MEANS_OF_KNOWN_SIZE = {
     "by a number of entries": lambda x: tf.reduce_sum(squares(x)) / (int(x.shape[0]) * C),
     "by half of it": lambda x: 0.5 * tf.reduce_sum(squares(x)) / int(x.shape[0]),
     "of squares": lambda x: tf.nn.l2_loss(squares(x)) / int(x.shape[0]),
+    "time first": lambda x: tf.reduce_sum(turned(x)) / int(turned(x).shape[1]),
+    "time first, of entries": lambda x: tf.reduce_sum(turned(x)) / (C * int(x.shape[0])),
+    "time first, step by step": lambda x: tf.add_n([tf.reduce_sum(step) for step in tf.unstack(turned(x))]) / int(x.shape[0]),
+    "time first, a mean over steps": lambda x: tf.reduce_mean(tf.reduce_sum(turned(x), 1)) / int(x.shape[0]),
     "a mean of sums": lambda x: tf.reduce_mean([tf.reduce_sum(squares(x)), tf.nn.l2_loss(squares(x))]) / int(x.shape[0]),
     "a mean of each one's sum": lambda x: tf.reduce_mean([tf.reduce_sum(row) for row in tf.unstack(squares(x))]),
     "a sum of each one's sum": lambda x: tf.add_n(
@@ -235,6 +274,8 @@ MEANS_OF_LISTS = {
     "of a list": lambda x: tf.reduce_mean(norms(x)),
     "of a list, weighed": lambda x: 0.5 * tf.reduce_mean(norms(x)) + 0.1 * tf.reduce_mean(tf.stack(norms(x, by_index))),
     "of a list of two each": lambda x: tf.reduce_mean(norms(x) + norms(x, of_row=tf.reduce_sum)),
+    "of what is stacked": lambda x: tf.reduce_mean(tf.reduce_sum(tf.stack(norms(x, of_row=tf.square)), 1)),
+    "of what is stacked, by their number": lambda x: tf.reduce_sum(tf.stack(norms(x, of_row=tf.square))) / int(x.shape[0]),
     "of a list, weighed each": lambda x: tf.reduce_mean(2 * tf.stack(norms(x))),
     "of a list, by their number": lambda x: tf.reduce_sum(norms(x, by_index)) / int(x.shape[0]),
     "of a list, by tf.split": lambda x: tf.reduce_sum(norms(x, by_split, tf.reduce_mean)) / int(x.shape[0]),
@@ -254,6 +295,11 @@ SUMS_AND_FACTORS = {
     "a tenth of it": lambda x: 0.1 * tf.reduce_sum(squares(x)) / B,
     "two times it": lambda x: 2 * tf.reduce_sum(squares(x)) / B,
     "of entries": lambda x: tf.reduce_sum(squares(x)) / (B * C) / 2}
+
+# The 2 undoes TensorFlow's half, and is not two towers'.
+SUMS_OF_HALVES = {
+    "twice half of it": lambda x: 2 * tf.nn.l2_loss(squares(x)) / B,
+    "twice half of it, divided": lambda x: 0.3 * (2 * (tf.nn.l2_loss(squares(x)) / B))}
 
 # Weight decays that are divided by the number of a tower's examples.
 DECAYS = {
@@ -366,6 +412,12 @@ def test_a_decay_beside_a_mean_is_one_towers_and_passes_in_silence(name, num_tow
 def test_a_factor_beside_the_number_of_the_whole_batch_is_none_of_a_towers_examples(name, num_towers):
     with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
         assert_equals_one_batch(SUMS_AND_FACTORS[name], (X,), num_towers)
+
+
+@pytest.mark.parametrize("name", sorted(SUMS_OF_HALVES))
+def test_the_two_of_half_a_sum_is_not_the_number_of_towers(name):
+    with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
+        assert_equals_one_batch(SUMS_OF_HALVES[name], (X,), 2)
 
 
 @pytest.mark.parametrize("num_towers", [6, 12])

@@ -6,20 +6,18 @@ import tensorflow.compat.v1 as tf
 
 from towers.axes import WHOLE, axes_behind, product_axes, reduced_axes
 from towers.exchanges import stands_at_exchange
-from towers.graph_walk import LOOPS_BACK, end_of
-from towers.mapped import MAPS, mapped_from
+from towers.graph_walk import LOOPS_BACK, NO_VALUES, SIZES, end_of
+from towers.mapped import LISTS, axes_in_lists, mapped_from
 from towers.own_data import own_leaves
+from towers.single_rows import Rows
 
-__all__ = ["COUNTS", "EXTREMES", "NO_VALUES", "PRODUCTS", "SIZES", "SUMS", "Examples", "chooser", "lies_along_examples",
+__all__ = ["COUNTS", "EXTREMES", "PRODUCTS", "SUMS", "Examples", "chooser", "lies_along_examples",
            "products", "reduces_first_axis", "sizes_of_examples", "values_of"]
 
 SUMS = frozenset(["Mean", "Sum"])
 PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"])
 COUNTS = frozenset(["DynamicPartition", "Where"])  # which choose as many rows as the data say
 EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
-SIZES = frozenset(["Rank", "Shape", "ShapeN", "Size"])
-# Whose values are none of their input's: sizes, guards against what is not finite.
-NO_VALUES = frozenset(["IsFinite", "IsInf", "IsNan", "OnesLike", "ZerosLike"])
 # Behind which nothing is sure: loops, branches and state.
 _UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIteration", "PyFunc", "Ref", "StatefulPartitionedCall",
            "StatelessIf", "StatelessWhile", "Switch", "TensorArray", "TensorList", "While")
@@ -153,22 +151,26 @@ def _is_unsure(op):
 
 
 def _is_of_branches(op):
-    """Tells whether an op belongs to a tf.cond of control flow 1 that returns a scalar, which a loss may be."""
+    """Tells whether an op belongs to a tf.cond of control flow 1."""
     if op.type == "Merge":
-        return op.outputs[0].shape.rank == 0 and not any(source.op.type in LOOPS_BACK for source in op.inputs)
+        return not any(source.op.type in LOOPS_BACK for source in op.inputs)
     return op.type == "Switch"  # of a loop none is met, since nothing is looked for behind its Exit
 
 
 def values_of(op):
     """Returns the inputs of an op whose values are in its output, not those that say which of them, or how many: a list."""
     numbers = _VALUES.get(op.type)
-    if op.type in MAPS:
-        return mapped_from(op)
+    if op.type in LISTS:
+        return [source for source, _ in axes_in_lists(op, 0)]
     return list(op.inputs) if numbers is None else [op.inputs[number] for number in numbers if number < len(op.inputs)]
 
 
 class Examples:
-    """Which tensors of a tower hold examples, and along which axes they hold them, for sure."""
+    """Which tensors of a tower hold examples, and along which axes they hold them, for sure.
+
+    Attributes:
+      rows: `towers.single_rows.Rows` of the tower.
+    """
 
     def __init__(self, towers):
         of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
@@ -176,11 +178,13 @@ class Examples:
         self._sizes = [tf.dimension_value(op.outputs[number].shape[0]) or 0 for op, number in self._leaves
                        if op.outputs[number].shape.rank]
         self._are_in, self._lie_along, self._are_spread, self._are_as_long = {}, {}, {}, {}
+        self.rows = Rows()
+        self.rows.fill(towers[0].ops, sizes_of_examples(towers), self.lie_along, self.is_given)
 
     def end_at(self, tensor):
         """Tells whether nothing is to be looked for behind a tensor: of the batch or of all towers, or where nothing is sure."""
         return (end_of(tensor) in self._leaves or tensor.op in self._stand_ins or stands_at_exchange(tensor.op)
-                or _is_unsure(tensor.op) and not _is_of_branches(tensor.op) and not mapped_from(tensor.op))
+                or _is_unsure(tensor.op) and not _is_of_branches(tensor.op) and not axes_in_lists(tensor.op, 0))
 
     def is_given(self, tensor):
         """Tells whether a tensor is one of the tower's batch."""
@@ -295,7 +299,7 @@ class Examples:
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
             return [(source,) for source in op.inputs if _are_counted(source)]
-        return [(source,) for source in (values_of(op) if op.type == "Switch" or op.type in MAPS else op.inputs)]
+        return [(source,) for source in (values_of(op) if op.type == "Switch" or op.type in LISTS else op.inputs)]
 
     def _places(self, tensor, axis, part):
         op = tensor.op
@@ -303,8 +307,10 @@ class Examples:
             return []
         if op.type in _COUNTS_CLASSES or axis == 0 and _is_of_segments(op) and not self._may_be_for_each(op):
             return []
-        if op.type in MAPS:
-            return [(source, axis, part) for source in mapped_from(op) if axis == 0]
+        if op in self.rows.joined and axis == 0:
+            return [(self.rows.joined[op], 0, part)]
+        if op.type in LISTS:
+            return [(source, its, part) for source, its in axes_in_lists(op, axis)]
         return axes_behind(tensor, axis, part)
 
     def rows_of(self, tensor):

@@ -18,6 +18,8 @@ DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
 MOST_DIVISORS = 6  # whose products are looked at: what a loop discounts step by step would have too many
 _MOST_OF_FACTORS = 2  # examples of a tower that a factor such as 1/2 may stand for by chance
 _OF_NUMBERS = frozenset(["Add", "AddV2", "Cast", "Enter", "Identity", "Maximum", "Mul", "Reshape", "Switch"])
+_COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.float64, "Div": np.divide, "Identity": np.float64, "Mul": np.multiply,
+             "RealDiv": np.divide, "Sub": np.subtract}
 _GIVEN = VARIABLES | frozenset(["Const", "Placeholder", "PlaceholderWithDefault"])
 
 
@@ -80,11 +82,16 @@ def size_of(tensor, context):
     return tensor if counts and lies_along_examples(op.inputs[0], context) else None
 
 
-def number_of(tensor):
-    """Returns the value of a scalar that is known, else None."""
+def number_of(tensor, depth=4):
+    """Returns the value of a scalar that is known, or computed of such in a few steps, else None."""
     while tensor.op.type in ("Enter", "Switch"):  # into a loop or a branch
         tensor = tensor.op.inputs[0]
-    value = tf.get_static_value(tensor)
+    value, op = tf.get_static_value(tensor), tensor.op
+    if value is None and op.type in _COMPUTES and tensor.shape.rank == 0 and depth:
+        numbers = [number_of(source, depth - 1) for source in op.inputs]
+        with np.errstate(all="ignore"):
+            value = None if None in numbers else _COMPUTES[op.type](*map(np.float64, numbers))
+        return float(value) if value is not None and np.isfinite(value) else None
     return float(np.reshape(value, -1)[0]) if value is not None and np.size(value) == 1 else None
 
 

@@ -20,13 +20,17 @@ class Functions:
         return tuple((key, self._fingerprint_of_value(node.attr[key])) for key in sorted(node.attr)
                      if key not in MADE_UP and not key.startswith("_"))
 
+    def has(self, name):
+        """Tells whether there is a function of a name, which an op that calls it may have for its type."""
+        if self._library is None:
+            self._library = {f.signature.name: f for f in self._graph.as_graph_def().library.function}
+        return name in self._library
+
     def fingerprint(self, name):
         """Returns bytes that are the same for functions that compute the same, op by op."""
         if name not in self._fingerprints:
             self._fingerprints[name] = name.encode()  # of one that calls itself, and one that is not there
-            if self._library is None:
-                self._library = {f.signature.name: f for f in self._graph.as_graph_def().library.function}
-            if name in self._library:
+            if self.has(name):
                 self._fingerprints[name] = self._fingerprint_of_body(self._library[name])
         return self._fingerprints[name]
 

@@ -152,7 +152,7 @@ class _Comparison:
             return
         if {op.type, other.type} == {"Const", "Fill"} and not self._same_sizes and _fill_alike(op, other):
             return  # tf.zeros and tf.ones of a known shape are constants up to a thousand entries, and filled from there on
-        if op.type != other.type:
+        if op.type != other.type and not self._are_calls_alike(op, other):
             self._report(op, other, "%r is of type %s, and in tower %d %r of type %s"
                          % (op.name, op.type, self._other.index, other.name, other.type))
             return
@@ -179,8 +179,16 @@ class _Comparison:
             (names, by_name), (others_names, others_by_name) = self._first.by_name(inputs), self._other.by_name(others)
             if names == others_names:
                 inputs, others = by_name, others_by_name
+        if op.type == "ConcatV2":  # the axis, behind as many parts as there are examples
+            inputs, others = inputs[-1:] + inputs[:-1], others[-1:] + others[:-1]
         self._stack.extend(((x.op, x.value_index), (y.op, y.value_index))
                            for i, (x, y) in enumerate(zip(inputs, others)) if i not in skipped)
+
+    def _are_calls_alike(self, op, other):
+        """Tells whether two ops call functions that compute the same, which a model function makes for each tower: Defuns."""
+        names = op.type, other.type
+        return all(map(self._functions.has, names)) and (
+            not self._same_sizes or len(set(map(self._functions.fingerprint, names))) == 1)
 
     def _is_outside(self, op, first):
         """Tells whether an op was made before the towers."""
@@ -235,7 +243,12 @@ def _first_input(end):
 
 
 def _is_left_out_of_one(op):
-    """Tells whether an op belongs to a sum over examples, as in the gradient of a broadcast, which is none in a tower of one."""
+    """Tells whether an op is none in a tower of one example.
+
+    It belongs to a sum over examples, as in the gradient of a broadcast, or gives a product its shape, as tf.tensordot does.
+    """
+    if op.type == "Reshape" and op.inputs[0].op.type == "MatMul":
+        return True
     if op.type == "Reshape":
         op = op.inputs[0].op
         op = op.inputs[0].op if op.type == "Neg" else op

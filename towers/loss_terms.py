@@ -3,10 +3,11 @@ from typing import List, NamedTuple, Optional, Tuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import SIZES, lies_along_examples, reduces_first_axis
+from towers.along_examples import lies_along_examples, reduces_first_axis
+from towers.axes import reduced_axes
 from towers.divisors import (
     DIVIDES, MOST_DIVISORS, PASSES, RESHAPES, Divisor, divisors_of, divisors_within, is_given, number_of, size_of)
-from towers.graph_walk import end_of
+from towers.graph_walk import SIZES, end_of
 from towers.own_data import own_leaves, takes_own_data
 from towers.private import is_in_loop
 
@@ -20,27 +21,29 @@ class Term(NamedTuple):
     """A term of a loss.
 
     Attributes:
-      tensor: what is added up along its first axis, if `is_sum`; else a term that is no sum, or one of no examples.
-      shape: list, that of what is added up, of None where a size is not known.
+      tensor: what is added up along an axis, if `is_sum`; else a term that is no sum, or one of no examples.
+      shape: list, that of what is added up, of None where a size is not known; the axis of the examples is the first one.
       divisors: tuple of `Divisor`, what the loss divides it by.
       is_sum: bool; None of what is one part of a sum, see `terms_of`.
+      are_examples: whether it is examples that are added up, for sure; of a first axis that is not looked at here.
     """
     tensor: tf.Tensor
     shape: List[Optional[int]]
     divisors: Tuple[Divisor, ...]
     is_sum: Optional[bool]
+    are_examples: bool = False
 
 
-def terms_of(loss, context, rows):
+def terms_of(loss, context, examples):
     """Yields the terms of a loss, `Term`.
 
     Args:
       loss: scalar tensor.
       context: the tower's `TowerContext`.
-      rows: dict, see `towers.single_rows.rows_of`: terms alike of all of a tower's examples, each by itself, are one sum.
+      examples: the tower's `towers.along_examples.Examples`. Terms alike of all of its `rows` are one sum.
     """
-    parts = {}
-    for term in _terms_and_parts(loss, context, rows):
+    parts, rows = {}, examples.rows.found
+    for term in _terms_and_parts(loss, context, examples):
         if term.is_sum is not None:
             yield term
             continue
@@ -53,8 +56,9 @@ def terms_of(loss, context, rows):
             yield of_all[0]
 
 
-def _terms_and_parts(loss, context, rows):
-    """Yields the terms of a loss, and each that is of a single example, a tensor of `rows`, of which more may make a sum."""
+def _terms_and_parts(loss, context, every):
+    """Yields the terms of a loss, and each that is of a single example, of which more may make a sum."""
+    rows = every.rows.found
     seen, stack = set(), [(loss, (), False)]
     while stack:
         tensor, divisors, is_within = stack.pop()  # a sum, which repeats what is added to its examples
@@ -76,7 +80,7 @@ def _terms_and_parts(loss, context, rows):
             following = [(inputs[0], divisors + divisors_of(inputs[1], tensor.op, context))]
         elif kind in ("Select", "SelectV2") and inputs[0].shape.rank == 0 and any(map(_is_zero, inputs[1:])):
             following = [(source, divisors) for source in inputs[1:]]
-        elif kind == "Mean" and _is_of_sums(inputs[0]):
+        elif kind == "Mean" and _is_of_sums(inputs[0], every):
             following = [] if _is_of_rows(inputs[0], rows) else [(inputs[0], divisors)]  # over what is no number of examples
         elif kind in _OF_LOOPS:
             following = [(source, divisors) for source in (inputs if kind == "Merge" else inputs[:1])]
@@ -88,8 +92,8 @@ def _terms_and_parts(loss, context, rows):
                     yield _sum_of(summed, divisors)
                 elif takes_own_data([other], context):
                     yield _sum_of(summed, divisors + divisors_within(other, context))
-        elif kind == "L2Loss" or kind == "Sum" and reduces_first_axis(tensor.op):
-            yield _sum_of(inputs[0], divisors)
+        elif kind in ("L2Loss", "Sum"):
+            yield from _sums_of(tensor.op, divisors, every)
         if kind == "Sum" and examples is None and reduces_first_axis(tensor.op) is not None:
             following = [(inputs[0], divisors)]  # over classes, say: of what lies along the examples still
         if is_of_row and not following and (kind not in DIVIDES | {"Mul"} or all(source.name in rows for source in inputs)):
@@ -105,6 +109,16 @@ def _sum_of(tensor, divisors):
     return Term(tensor, _shape_of(tensor), divisors, True)
 
 
+def _sums_of(op, divisors, examples):
+    """Yields what an op adds up along its first axis, and along each other one of the examples: a batch may be turned."""
+    tensor = op.inputs[0]
+    axes = range(tensor.shape.rank or 1) if op.type == "L2Loss" else reduced_axes(op) or ()
+    for axis in axes:
+        if axis == 0 or examples.lie_along(tensor, axis):
+            shape = _shape_of(tensor)
+            yield Term(tensor, shape[axis:axis + 1] + shape[:axis] + shape[axis + 1:], divisors, True, axis > 0)
+
+
 def _part_of(tensor, divisors):
     """Returns what is of a single example, as the part of a sum over the examples."""
     return Term(tensor, _shape_of(tensor.op.inputs[0] if tensor.op.type == "L2Loss" else tensor), divisors, None)
@@ -118,13 +132,20 @@ def _without_factors(op, divisors, context):
     """Returns what a product is of besides numbers, and all that this is divided by: a list of (tensor, divisors)."""
     inputs = list(op.inputs)
     numbers = [number_of(tensor) for tensor in inputs]
-    if context.num_towers in numbers or 0 in numbers:
-        return []  # a sum, and meant as one; or nothing
+    if 0 in numbers or context.num_towers in numbers and not (context.num_towers == 2 and any(map(_is_half, inputs))):
+        return []  # nothing; or a sum, and meant as one
     if any(number is not None for number in numbers):
         more = tuple(Divisor(1 / number, "factor", op.name) for number in numbers if number)
         return [(tensor, divisors + more) for tensor, number in zip(inputs, numbers) if number is None]
     own = [tensor for tensor in inputs if takes_own_data([tensor], context)]
     return [(own[0], divisors)] if len(own) == 1 and all(is_given(tensor) for tensor in inputs if tensor is not own[0]) else []
+
+
+def _is_half(tensor):
+    """Tells whether a tensor is a tf.nn.l2_loss, half of a sum, that is divided by something perhaps."""
+    while tensor.op.type in RESHAPES or tensor.op.type in DIVIDES:
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type == "L2Loss"
 
 
 def _taken_one_by_one(tensor, context):
@@ -169,13 +190,15 @@ def _is_of_rows(tensor, rows):
     return tensor.op.type == "Pack" and any(source.name in rows for source in tensor.op.inputs)
 
 
-def _is_of_sums(tensor):
+def _is_of_sums(tensor, examples):
     """Tells whether a tensor holds a list of scalars, or sums along an axis, so that its mean is none over examples."""
     if _is_list(tensor):
         return True
     while tensor.op.type in RESHAPES:
         tensor = tensor.op.inputs[0]
-    return tensor.op.type == "Sum" and reduces_first_axis(tensor.op) is True and tensor.shape.is_fully_defined()
+    op = tensor.op
+    return op.type == "L2Loss" or op.type == "Sum" and tensor.shape.is_fully_defined() and (
+        reduces_first_axis(op) is True or examples.are_reduced(op))
 
 
 def _contracted(op):

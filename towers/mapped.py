@@ -1,14 +1,24 @@
 """What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
-__all__ = ["MAPS", "mapped_from", "written_by"]
+__all__ = ["LISTS", "axes_in_lists", "mapped_from", "written_by"]
 
-MAPS = frozenset(["TensorArrayGatherV3"])  # what may hand out such rows
-_READS = "TensorArrayReadV3"
+_GATHERS, _READS = "TensorArrayGatherV3", "TensorArrayReadV3"
+LISTS = frozenset([_GATHERS, _READS])  # what may hand out such rows, or one of them
 
 
 def written_by(op):
     """Returns the tensor in a loop that each row of what an op hands out is in its round; None for any other op."""
     write = _write_of(op)
     return None if write is None else write.inputs[2]
+
+
+def axes_in_lists(op, axis):
+    """Returns what an axis of rows that a loop makes, or of one that it reads, is made of: a list of (tensor, its axis)."""
+    if op.type == _READS:
+        return [(rows, axis + 1) for rows in _scattered(op.inputs[2])]
+    if axis == 0:
+        return [(rows, 0) for rows in mapped_from(op)]
+    row = written_by(op)
+    return [] if row is None else [(row, axis - 1)]
 
 
 def mapped_from(op):
@@ -36,7 +46,7 @@ def mapped_from(op):
 
 def _write_of(op):
     """Returns the op that writes into a loop's TensorArray what an op gathers after the loop, else None."""
-    if op.type not in MAPS:
+    if op.type != _GATHERS:
         return None
     source = op.inputs[2]
     for kind, number in ("Exit", 0), ("Switch", 0), ("Merge", 1), ("NextIteration", 0):

@@ -9,8 +9,9 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import COUNTS, EXTREMES, NO_VALUES, PRODUCTS, SIZES, SUMS, Examples, chooser, values_of
+from towers.along_examples import COUNTS, EXTREMES, PRODUCTS, SUMS, Examples, chooser, values_of
 from towers.axes import product_axes, reduced_axes
+from towers.graph_walk import NO_VALUES, SIZES
 
 __all__ = ["warn_of_mixed"]
 
@@ -53,7 +54,14 @@ def warn_of_mixed(losses, towers, stacklevel=3):
     weight = outputs.get("weight") if isinstance(outputs, dict) else None
     is_counted = tf.is_tensor(weight) and examples.are_in(weight)
     for kind, op in _mixes(losses[0], examples):
-        if kind not in ("divides", "counts") or not is_counted:
+        if kind == "means":
+            if is_counted:
+                warnings.warn(
+                    "The loss of a tower (%r) has a mean over the tower's examples in it (%r), and its \"weight\", by which "
+                    "towers average all of the loss, counts something else. Divide by the weight there too, or compute the mean "
+                    "of the whole batch by towers.all_reduce." % (losses[0].name, op.name), stacklevel=stacklevel)
+                return True
+        elif kind not in ("divides", "counts") or not is_counted:
             warnings.warn(
                 "The loss of a tower (%r) %s, so it is no mean over examples, and the towers' average of it is not the loss of "
                 "the whole batch. Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside "
@@ -82,8 +90,8 @@ def _mixes(loss, examples):
             chosen_by = chooser(op.inputs[0])
             if reason is None and chosen_by is not None and (op.type == "Mean" or chosen_by.type not in COUNTS):
                 reason = ("counts" if chosen_by.type in COUNTS else "chooses", chosen_by)
-            if reason is not None:
-                yield reason
+            if reason is not None or op.type == "Mean":
+                yield reason or ("means", op)
         elif op.type == "TopKV2" and op.inputs[0].shape.rank and examples.lie_along(op.inputs[0], op.inputs[0].shape.rank - 1):
             yield "chooses", op
         elif (reason is not None or op.type not in _ADDS) and _holds_pairs(op, examples):

@@ -4,9 +4,9 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import NO_VALUES, SIZES
+from towers.graph_walk import NO_VALUES, SIZES
 
-__all__ = ["Row", "rows_of"]
+__all__ = ["Row", "Rows"]
 
 _TAKE_ROWS = frozenset(["Gather", "GatherV2", "Split", "SplitV", "StridedSlice", "Unpack"])
 
@@ -22,23 +22,76 @@ class Row(NamedTuple):
     source: tf.Tensor
 
 
-def rows_of(ops, examples, sizes):
-    """Returns what is computed of a single one of a tower's examples, a dict from names of tensors to `Row`.
+class Rows:
+    """What is computed of a single one of a tower's examples.
 
-    Args:
-      ops: list of a tower's operations, in their order.
-      examples: `towers.along_examples.Examples` of the tower.
-      sizes: dict, see `towers.along_examples.sizes_of_examples`.
+    Attributes:
+      found: dict from names of tensors to `Row`.
+      taken: dict from ops that take single examples out of a tensor to that.
+      joined: dict from ops that put what is of each single example together, in the order of the examples, to the tensor that
+        these were taken out of.
+      mixed: list of (op, tensor): other ops that are computed of several examples that were taken out of a tensor.
     """
-    taken = {}
-    for op in ops:
-        if op.type in _TAKE_ROWS:
-            x = op.inputs[1 if op.type == "Split" else 0]
-            size = tf.dimension_value(x.shape[0]) if x.shape.rank and x.dtype != tf.resource else None
-            numbers = _numbers(op, size) if size in sizes and size > 1 else None  # a single one may be taken as it is
-            if numbers is not None and examples.lie_along(x):
-                taken.update((output.name, Row(number, x)) for output, number in zip(op.outputs, numbers))
-    return _computed_of(ops, taken, examples) if taken else {}
+
+    def __init__(self):
+        self.found, self.taken, self.joined, self.mixed = {}, {}, {}, []
+        self._of_others = set()  # names of tensors
+
+    def fill(self, ops, sizes, lie_along, is_given):
+        """Looks through ops, and takes what it found of earlier ones for known.
+
+        Args:
+          ops: list of a tower's operations, in their order.
+          sizes: numbers of examples that the tower is known to have.
+          lie_along: function of a tensor that tells whether all examples lie along its first axis.
+          is_given: function of a tensor that tells whether it is of all examples.
+        """
+        for op in ops:
+            numbers = _numbers_of(op, sizes, lie_along) if op.type in _TAKE_ROWS else None
+            if numbers is not None:
+                x = self.taken[op] = _taken_from(op)
+                self.found.update((output.name, Row(number, x)) for output, number in zip(op.outputs, numbers))
+            elif self.found and op.type not in SIZES and op.type not in NO_VALUES:
+                self._follow(op, is_given)
+
+    def _follow(self, op, is_given):
+        rows = [self.found[source.name] for source in op.inputs if source.name in self.found]
+        numbers = {row.number for row in rows}
+        if _is_joined(op, rows):
+            self.joined[op] = rows[0].source
+            return
+        is_mixed = len(numbers) > 1 or any(source.name in self._of_others or is_given(source) for source in op.inputs)
+        if len(numbers) > 1:
+            self.mixed.append((op, rows[0].source))
+        for output in op.outputs:
+            if is_mixed:
+                self._of_others.add(output.name)
+            elif rows:
+                self.found[output.name] = rows[0]
+
+
+def _is_joined(op, rows):
+    """Tells whether an op puts rows of all examples together along the first axis."""
+    if op.type == "ConcatV2":
+        axis, parts = tf.get_static_value(op.inputs[-1]), len(op.inputs) - 1
+    elif op.type == "Pack":
+        axis, parts = op.get_attr("axis"), len(op.inputs)
+    else:
+        return False
+    size = tf.dimension_value(rows[0].source.shape[0]) if rows else None
+    return axis == 0 and len(rows) == parts == size and [row.number for row in rows] == list(range(size))
+
+
+def _taken_from(op):
+    return op.inputs[1 if op.type == "Split" else 0]
+
+
+def _numbers_of(op, sizes, lie_along):
+    """Returns the numbers of the examples that an op's outputs are, a list; None where they are no single examples."""
+    x = _taken_from(op)
+    size = tf.dimension_value(x.shape[0]) if x.shape.rank and x.dtype != tf.resource else None
+    numbers = _numbers(op, size) if size in sizes and size > 1 else None  # a single one may be taken as it is
+    return numbers if numbers is not None and lie_along(x) else None
 
 
 def _numbers(op, size):
@@ -58,20 +111,3 @@ def _numbers(op, size):
     is_single = op.get_attr("shrink_axis_mask") & 1 or (
         last is not None and not op.get_attr("end_mask") & 1 and last[0] == first[0] + 1)
     return [int(first[0]) % size] if is_single else None
-
-
-def _computed_of(ops, taken, examples):
-    """Returns `taken` with all that is computed of these, and of no other example."""
-    found, of_others = dict(taken), set()  # names of tensors
-    for op in ops:
-        if op.type in SIZES or op.type in NO_VALUES:
-            continue
-        rows = [found[source.name] for source in op.inputs if source.name in found]
-        is_mixed = len({row.number for row in rows}) > 1 or any(
-            source.name in of_others or examples.is_given(source) for source in op.inputs)
-        for output in op.outputs:
-            if output.name not in taken and is_mixed:
-                of_others.add(output.name)
-            elif output.name not in taken and rows:
-                found[output.name] = rows[0]
-    return found

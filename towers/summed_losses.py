@@ -11,7 +11,6 @@ from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES
 from towers.loss_terms import terms_of
 from towers.own_data import takes_own_data
-from towers.single_rows import rows_of
 
 __all__ = ["warn_of_sums"]
 
@@ -33,10 +32,11 @@ def warn_of_sums(losses, towers, stacklevel=3):
     sizes = sizes_of_examples(towers)
     examples = Examples(towers)
     means, others = {}, []  # of sums alike one is enough
-    for term, shape, divisors, is_sum in terms_of(losses[0], context, rows_of(towers[0].ops, examples, sizes)):
+    for term, shape, divisors, is_sum, are_examples in terms_of(losses[0], context, examples):
         if not is_sum:
             others.append((term, divisors))
-        elif by_examples(divisors) or not lies_along_examples(term, context):
+        elif by_examples(divisors) or not (
+                are_examples or lies_along_examples(term, context) or examples.lie_along(term)):
             continue
         elif is_a_mean(shape, divisors, sizes) or is_a_mean(shape, divisors + divisors_within(term, context), sizes):
             means.setdefault((str(shape), divisors), shape)
