@@ -381,6 +381,18 @@ def test_what_follows_a_batch_norm_is_divided_by_its_own_number(first, layer):
         assert_equals_one_batch(model, batch_of(4, 3), len(sizes), sizes)
 
 
+@pytest.mark.parametrize("of_each", [
+    lambda x: tf.stack([tf.sin(row) for row in tf.unstack(x)]), lambda x: tf.stack([tf.sin(x[i]) for i in range(x.shape[0])]),
+    lambda x: tf.concat([tf.sin(row) for row in tf.split(x, int(x.shape[0]))], 0), lambda x: tf.map_fn(tf.sin, x),
+    lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(row, 0), x)])
+def test_a_batch_norm_of_what_was_made_of_each_example_is_found(of_each):
+    for layer in (mean_of_means, of_sums):
+        model = tf_syncbn.convert_model(model_of(lambda x: layer(of_each(mean_of_means(x)))))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="convert_model")
+            assert_equals_one_batch(model, batch_of(4, 3), 2, [4, 3])
+
+
 @pytest.mark.parametrize("layer", [corrected, corrected_at_once, corrected_of_unknown_size, corrected_by_a_product])
 def test_bessels_correction_is_that_of_all_towers(layer):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(4, 3))

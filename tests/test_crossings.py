@@ -72,7 +72,19 @@ CROSSING = [of_mask, of_chosen, one_sided, of_absolute_values, of_a_stopped_grad
             lambda x: x / tf.sqrt(tf.reduce_max(x * x, [0, 1]) + 1e-3),
             lambda x: x * tf.rsqrt(2 * tf.nn.l2_loss(x)),
             lambda x: x - tf.reduce_mean(x, [0, 1]),
-            lambda x: x - x[0]]
+            lambda x: x - x[0],
+            lambda x: x + tf.stack([x[i] - x[0] for i in range(x.shape[0])]),
+            lambda x: x - tf.reduce_mean(tf.unstack(x), [0, 1]),
+            lambda x: x - tf.reduce_mean(tf.sin(tf.concat(tf.split(x, int(x.shape[0])), 0)), [0, 1]),
+            lambda x: x + tf.stack([row - tf.reduce_mean(tf.unstack(x), 0) for row in tf.unstack(x)])]
+
+if not tf.control_flow_v2_enabled():
+    CROSSING += [lambda x: x + tf.scan(lambda state, row: 0.5 * state + row, x)]
+
+
+def of_each(x, take=tf.unstack, join=tf.stack):
+    """What is made of each example, one by one, and joined in their order."""
+    return x + join([tf.reduce_mean(row, -2, keepdims=True) for row in take(x)])
 
 
 def model_of(layer):
@@ -102,6 +114,10 @@ def test_what_takes_all_examples_of_a_tower_and_comes_back_to_them_is_named(laye
     (lambda x: x - towers.all_reduce(tf.reduce_mean(x, [0, 1]), "mean"), {}),
     (lambda x: x - tf.reduce_mean(towers.all_gather(x), [0, 1]), {}),
     (lambda x: [tf.summary.histogram("centred", x - tf.reduce_mean(x, 0)), tf_syncbn.sync_batch_norm(x)][1], {}),
+    (of_each, {}),
+    (lambda x: of_each(x, lambda x: [x[i] for i in range(x.shape[0])]), {}),
+    (lambda x: of_each(x, lambda x: tf.split(x, int(x.shape[0])), lambda rows: tf.concat(rows, 0)), {}),
+    (lambda x: of_each(of_each(x)), {}),
     (lambda x: x + 0 * tf.stop_gradient(tf.cast(tf.shape(x)[0], x.dtype)), {})])
 def test_what_was_chosen_or_is_of_all_towers_or_never_comes_back_is_not_named(layer, kwargs):
     with warnings.catch_warnings():

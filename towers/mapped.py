@@ -1,5 +1,5 @@
 """What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
-__all__ = ["LISTS", "axes_in_lists", "mapped_from", "written_by"]
+__all__ = ["LISTS", "axes_in_lists", "mapped_from", "reads_apart", "written_by"]
 
 _GATHERS, _READS = "TensorArrayGatherV3", "TensorArrayReadV3"
 LISTS = frozenset([_GATHERS, _READS])  # what may hand out such rows, or one of them
@@ -27,21 +27,33 @@ def mapped_from(op):
     Returns:
       A list, empty where `op` does not hand out such rows.
     """
+    return [rows for read in _read_for(op)[0] for rows in _scattered(read.inputs[2])]
+
+
+def reads_apart(op):
+    """Returns the ops that read rows of which `op` hands out those of the same numbers, each made of its own alone: a list."""
+    reads, is_of_earlier = _read_for(op)
+    return [] if is_of_earlier else reads
+
+
+def _read_for(op):
+    """Returns what `mapped_from` tells of, the ops that read it, and whether numbers of earlier rounds go in too."""
     write = _write_of(op)
     if write is None:
-        return []
+        return [], False
     frame = write.inputs[0].op.get_attr("frame_name")
-    found, seen, stack = [], set(), [write.inputs[2].op]
+    found, is_of_earlier, seen, stack = [], False, set(), [write.inputs[2].op]
     while stack:
         op = stack.pop()
         if op in seen or op.type == "Enter" and op.get_attr("frame_name") == frame:
             continue
         seen.add(op)
         if op.type == _READS and op.inputs[1] is write.inputs[1]:
-            found.extend(_scattered(op.inputs[2]))
+            found.append(op)
         else:
+            is_of_earlier = is_of_earlier or op.type == "NextIteration" and op.outputs[0].dtype.is_floating
             stack.extend(source.op for source in op.inputs)
-    return found
+    return found, is_of_earlier
 
 
 def _write_of(op):

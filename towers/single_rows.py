@@ -30,7 +30,7 @@ class Rows:
       taken: dict from ops that take single examples out of a tensor to that.
       joined: dict from ops that put what is of each single example together, in the order of the examples, to the tensor that
         these were taken out of.
-      mixed: list of (op, tensor): other ops that are computed of several examples that were taken out of a tensor.
+      mixed: list of (op, tensor): other ops that are computed of an example that was taken out of a tensor and of others.
     """
 
     def __init__(self):
@@ -59,9 +59,10 @@ class Rows:
         numbers = {row.number for row in rows}
         if _is_joined(op, rows):
             self.joined[op] = rows[0].source
+            self._of_others.update(output.name for output in op.outputs)
             return
         is_mixed = len(numbers) > 1 or any(source.name in self._of_others or is_given(source) for source in op.inputs)
-        if len(numbers) > 1:
+        if is_mixed and rows:
             self.mixed.append((op, rows[0].source))
         for output in op.outputs:
             if is_mixed:

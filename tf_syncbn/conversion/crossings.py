@@ -3,12 +3,10 @@
 A batch norm is one such thing, and `tf_syncbn.conversion.detection` finds those of known kinds. This finds whatever else there
 is, of no matter which ops, so that nothing stays each tower's own in silence.
 """
-import tensorflow.compat.v1 as tf
-
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import ancestors
+from towers.mapped import reads_apart
 from towers.private import forward_op_of
-from towers.single_rows import Rows
 from tf_syncbn.conversion.roots import use_of
 
 __all__ = ["find_crossings"]
@@ -22,7 +20,7 @@ def find_crossings(model, known, needed):
 
     `known` is the set of ops that are of batch norms, or looked at already, `needed` that of what the model's outputs depend on.
     """
-    apart = _taken_apart(model, needed)
+    apart = _taken_apart(model)
     exchanged = {op for op in model.order if stands_at_exchange(op)}
     seen = model._replace(order={op: place for op, place in model.order.items() if op in needed and op not in exchanged})
     return [op for op in seen.order if op in model.of_data and op not in known and op not in apart and forward_op_of(op) is None
@@ -41,11 +39,9 @@ def _takes_together(op, layout):
             and not any(map(layout.axes, op.outputs)))
 
 
-def _taken_apart(model, needed):
+def _taken_apart(model):
     """Returns the ops that take single examples out of a batch whose results come back to their own example alone, a set."""
-    ops, layout, rows = [op for op in model.order if op in needed], model.layout, Rows()
-    sizes = {tf.dimension_value(op.inputs[0].shape[0]) for op in ops if op.inputs and op.inputs[0].shape.rank
-             and 0 in layout.axes(op.inputs[0])}
-    rows.fill(ops, sizes - {None}, lambda x: 0 in layout.axes(x), lambda x: bool(layout.axes(x)))
-    mixed = {source.name for op, source in rows.mixed if use_of(op, model) is not None}
-    return {op for op, source in rows.taken.items() if source.name not in mixed}
+    rows, axes = model.layout.rows, model.layout.axes
+    mixed = {source.name for op, source in rows.mixed if use_of(op, model) is not None or any(map(axes, op.outputs))}
+    mapped = {read for op in model.order for read in reads_apart(op)}
+    return mapped | {op for op, source in rows.taken.items() if source.name not in mixed}

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from towers.mapped import mapped_from
+from towers.single_rows import Rows
 from tf_syncbn.conversion.axis_rules import follow, reduced_axes
 from tf_syncbn.conversion.dependence import is_of_variables, settle
 from tf_syncbn.conversion.factors import Known, along_first, level, plain
@@ -36,16 +38,25 @@ class Layout:
     Args:
       ops: list of operations.
       batch: list of tensors, what the ops were given.
+
+    Attributes:
+      rows: `towers.single_rows.Rows`, what is computed of single examples.
     """
 
     def __init__(self, ops, batch):
         self._made, self._given = set(ops), {tensor.name for tensor in batch}
-        self._answers = {}
+        self._sizes = {tf.dimension_value(tensor.shape[0]) for tensor in batch if tensor.shape.rank}
+        self._answers, self.rows = {}, Rows()
         self._answers = settle(ops, self._follow)
 
     def _follow(self, op, answers):
         self._answers = answers
-        return follow(op, [self._known(tensor) for tensor in op.inputs])
+        self.rows.fill([op], self._sizes, lambda x: 0 in self.axes(x), lambda x: bool(self.axes(x)))
+        found = follow(op, [self._known(tensor) for tensor in op.inputs])
+        for rows in [self.rows.joined[op]] if op in self.rows.joined else mapped_from(op):
+            first = (self._known(rows).axes or ((),))[:1]
+            found = [known._replace(axes=first + known.axes[1:]) if known.axes and level(first[0]) else known for known in found]
+        return found
 
     def _known(self, tensor):
         if tensor.op in self._made and tensor.name not in self._given:
