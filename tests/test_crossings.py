@@ -123,3 +123,11 @@ def test_what_was_chosen_or_is_of_all_towers_or_never_comes_back_is_not_named(la
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert convert(layer, **kwargs) == ["bn"]
+
+
+def test_a_batch_of_unknown_size_is_sliced_unnamed():
+    converted = tf_syncbn.convert_model(model_of(lambda x: tf.concat([x[:, :2], x[:, 2:]], 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(converted, (tf.placeholder(tf.float64, [None, 4, 3]),), 2)
+    assert [layer.scope for layer in converted.converted] == ["bn"]

@@ -91,7 +91,8 @@ def _numbers_of(op, sizes, lie_along):
     """Returns the numbers of the examples that an op's outputs are, a list; None where they are no single examples."""
     x = _taken_from(op)
     size = tf.dimension_value(x.shape[0]) if x.shape.rank and x.dtype != tf.resource else None
-    numbers = _numbers(op, size) if size in sizes and size > 1 else None  # a single one may be taken as it is
+    is_known = size is not None and size > 1 and size in sizes  # a single one may be taken as it is
+    numbers = _numbers(op, size) if is_known else None
     return numbers if numbers is not None and lie_along(x) else None
 
 
