@@ -6,7 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from tests.support import build
+from tests.support import build, cpus
 from towers.testing import assert_equals_one_batch
 
 B, C = 12, 4
@@ -474,8 +474,9 @@ def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):
 
 
 def test_the_warning_names_what_mixes():
-    with pytest.warns(UserWarning, match="computes 'tower_0/Sqrt' of a sum"):
-        build(MIXED["a root"], BATCH, 2)
+    with pytest.warns(UserWarning, match="computes 'tower_0/Sqrt' of a sum") as caught:
+        towers.TowerBuilder(cpus(2)).build(MIXED["a root"], BATCH)
+    assert [w.filename for w in caught if WORDS in str(w.message)] == [__file__]
     with pytest.warns(UserWarning, match="is divided by what depends on .*return that number as \"weight\""):
         build(MIXED["dice"], BATCH, 2)
 

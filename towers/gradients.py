@@ -78,7 +78,7 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
         _warn_of_rewritten(replicas)
     # That which the model function returned was looked at when the towers were built.
     if loss is not None:
-        warn_of_losses(losses, replicas, stacklevel=3)
+        warn_of_losses(losses, replicas, stacklevel=4)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where

@@ -8,7 +8,7 @@ from towers.summed_losses import warn_of_sums
 __all__ = ["warn_of_losses"]
 
 
-def warn_of_losses(losses, towers, is_divided=False, stacklevel=2):
+def warn_of_losses(losses, towers, is_divided=False, stacklevel=3):
     """Warns where a tower's loss takes its examples by their place, by gradients of their own, together, or adds them up.
 
     Args:
