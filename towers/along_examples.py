@@ -154,7 +154,7 @@ def _is_of_branches(op):
     """Tells whether an op belongs to a tf.cond of control flow 1."""
     if op.type == "Merge":
         return not any(source.op.type in LOOPS_BACK for source in op.inputs)
-    return op.type == "Switch"  # of a loop none is met, since nothing is looked for behind its Exit
+    return op.type == "Switch"  # one of a loop leads to that, where it ends
 
 
 def values_of(op):
