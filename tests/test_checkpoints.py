@@ -331,6 +331,14 @@ def test_a_directory_is_its_latest_checkpoint_and_a_file_of_a_checkpoint_the_who
         assert convert(given_path, tmp_path / str(number), "slim") == {"fc/W": "fc/weights", "fc/b": "fc/biases"}
 
 
+def test_a_directory_whose_latest_checkpoint_is_no_more_is_refused_by_that_name(tmp_path):
+    (tmp_path / "train").mkdir()
+    path = write(tmp_path / "train" / "model", floats("fc/W"))
+    os.remove(str(path) + ".index")
+    with pytest.raises(ValueError, match="holds no checkpoint that its file 'checkpoint' names, '.*/train/model'"):
+        convert(tmp_path / "train", tmp_path / "new", "slim")
+
+
 @pytest.mark.parametrize("version", [tf.train.SaverDef.V1, tf.train.SaverDef.V2])
 def test_nothing_is_ever_written_over(tmp_path, version):
     folder = tmp_path / "train"

@@ -156,7 +156,9 @@ def read(path):
         except ValueError:  # it is empty, or no text
             raise ValueError("The file 'checkpoint' in the directory %r is damaged: give a checkpoint's prefix." % path)
         if prefix is None:
-            raise ValueError("The directory %r holds no checkpoint that its file 'checkpoint' names." % path)
+            state = tf.train.get_checkpoint_state(path)
+            raise ValueError("The directory %r holds no checkpoint that its file 'checkpoint' names%s."
+                             % (path, "" if state is None else ", %r" % state.model_checkpoint_path))
     elif not tf.io.gfile.exists(prefix):
         raise ValueError("There is no checkpoint %r." % path)
     for name in (prefix, prefix + ".index", prefix + ".data-00000-of-00001"):  # a pipe would be waited for
