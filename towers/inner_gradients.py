@@ -6,7 +6,7 @@ otherwise in silence, as in an adversarial step, a gradient penalty or an inner 
 """
 import warnings
 
-from towers.along_examples import Examples, sizes_of_examples
+from towers.along_examples import sizes_of_examples
 from towers.axes import reduced_axes
 from towers.gradient_hook import detail_of
 from towers.private import control_flow_of, forward_op_of
@@ -17,7 +17,7 @@ _DIVIDES = ("Div", "DivNoNan", "RealDiv")
 _OF_WEIGHTS = ("BiasAddGrad", "Conv2DBackpropFilter", "Conv3DBackpropFilterV2", "DepthwiseConv2dNativeBackpropFilter")
 
 
-def warn_of_inner_gradients(losses, towers, stacklevel=3):
+def warn_of_inner_gradients(losses, towers, examples, stacklevel):
     """Warns, once, where a tower's loss depends on gradients that its model function took of its own examples together.
 
     Only what is sure is said: nothing of gradients whose scale is taken away again, by their sign or their norm, but where they
@@ -26,13 +26,11 @@ def warn_of_inner_gradients(losses, towers, stacklevel=3):
     Args:
       losses: list over towers of scalar tensors.
       towers: list of `Tower`.
+      examples: `towers.along_examples.Examples` of the first of them.
       stacklevel: int, as of `warnings.warn`.
     """
-    if towers[0].context.num_towers == 1:
-        return
     tower = towers[0]
     found = [op for op in tower.ops if forward_op_of(op) is not None and control_flow_of(op) is None]
-    examples = Examples(towers) if found else None
     needed = examples.needed_by(losses[0]) if found else ()
     found = [op for op in found if op in needed and not _is_of_layer(op)]
     for op in found:

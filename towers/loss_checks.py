@@ -1,5 +1,5 @@
 """What is said, while towers are built, of losses whose average over towers is not the loss of the whole batch."""
-from towers.along_examples import sizes_of_examples
+from towers.along_examples import Examples, sizes_of_examples
 from towers.inner_gradients import warn_of_inner_gradients
 from towers.mixed_losses import warn_of_mixed
 from towers.positions import warn_of_positions
@@ -17,9 +17,12 @@ def warn_of_losses(losses, towers, is_divided=False, stacklevel=3):
       is_divided: bool, whether the caller divided the batch.
       stacklevel: int, as of `warnings.warn`.
     """
+    if towers[0].context.num_towers == 1:
+        return
     # Of one example nothing is added up, and its axis is as any other of size 1: a tower of several is looked at.
     losses, towers = zip(*sorted(zip(losses, towers), key=lambda of_tower: 1 in sizes_of_examples(of_tower[1:])))
-    warn_of_positions(losses, towers, is_divided, stacklevel + 1)
-    warn_of_inner_gradients(losses, towers, stacklevel + 1)
-    if not warn_of_mixed(losses, towers, stacklevel + 1):
-        warn_of_sums(losses, towers, stacklevel + 1)
+    examples = Examples(towers)
+    warn_of_positions(losses, towers, examples, is_divided, stacklevel + 1)
+    warn_of_inner_gradients(losses, towers, examples, stacklevel + 1)
+    if not warn_of_mixed(losses, towers, examples, stacklevel + 1):
+        warn_of_sums(losses, towers, examples, stacklevel + 1)

@@ -9,7 +9,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import COUNTS, EXTREMES, PRODUCTS, SUMS, Examples, chooser, values_of
+from towers.along_examples import COUNTS, EXTREMES, PRODUCTS, SUMS, chooser, values_of
 from towers.axes import product_axes, reduced_axes
 from towers.graph_walk import NO_VALUES, SIZES
 
@@ -36,7 +36,7 @@ _HOW = {"divides": "is divided by what depends on the tower's own examples (%r)"
         "lengths": "takes a mean along an axis that is as long as the tower's own examples say (%r)"}
 
 
-def warn_of_mixed(losses, towers, stacklevel=3):
+def warn_of_mixed(losses, towers, examples, stacklevel):
     """Warns, once, if tower 0's loss is no mean over its examples, and returns whether it is.
 
     Only what is sure is said. What a model function hands out as a "weight" that it counted of its data is taken for what its
@@ -45,12 +45,10 @@ def warn_of_mixed(losses, towers, stacklevel=3):
     Args:
       losses: list over towers of scalar tensors.
       towers: list of `Tower`.
+      examples: `towers.along_examples.Examples` of the first of them.
       stacklevel: int, as of `warnings.warn`.
     """
-    context, outputs = towers[0].context, towers[0].outputs
-    if context.num_towers == 1:
-        return False
-    examples = Examples(towers)
+    outputs = towers[0].outputs
     weight = outputs.get("weight") if isinstance(outputs, dict) else None
     is_counted = tf.is_tensor(weight) and examples.are_in(weight)
     for kind, op in _mixes(losses[0], examples):

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import Examples, sizes_of_examples
+from towers.along_examples import sizes_of_examples
 
 __all__ = ["warn_of_positions"]
 
@@ -19,7 +19,7 @@ _SPLITS = {"Split": (1, 0), "SplitV": (0, 2)}  # the numbers of the inputs that 
 _OTHER_ROWS = re.compile("BatchToSpace|Crop|Diag|Dynamic|NonMax|RandomShuffle|.*Segment|SpaceToBatch|.*Sparse|Unique|Where")
 
 
-def warn_of_positions(losses, towers, is_divided=False, stacklevel=3):
+def warn_of_positions(losses, towers, examples, is_divided, stacklevel):
     """Warns, once, where tower 0's loss is of examples that are taken by their place in the tower's batch.
 
     Only what is sure is said. Parts of equal size that are never held against each other may be treated alike, and pass.
@@ -27,12 +27,12 @@ def warn_of_positions(losses, towers, is_divided=False, stacklevel=3):
     Args:
       losses: list over towers of scalar tensors.
       towers: list of `Tower`.
+      examples: `towers.along_examples.Examples` of the first of them.
       is_divided: whether the caller divided the batch, and so chose what is a tower's part of it.
       stacklevel: int, as of `warnings.warn`.
     """
-    if towers[0].context.num_towers == 1 or 1 in sizes_of_examples(towers):
+    if 1 in sizes_of_examples(towers):
         return
-    examples = Examples(towers)
     needed = examples.needed_by(losses[0])
     ops = [op for op in towers[0].ops if op in needed]
     found = next((op for op in ops if _runs_along_examples(op, examples)), None)

@@ -5,7 +5,7 @@ divided by the number of all: their average is N times too small, and so is ever
 """
 import warnings
 
-from towers.along_examples import Examples, lies_along_examples, sizes_of_examples
+from towers.along_examples import lies_along_examples, sizes_of_examples
 from towers.divisors import are_undone, by_examples, divisors_within, is_a_mean
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES
@@ -15,7 +15,7 @@ from towers.own_data import takes_own_data
 __all__ = ["warn_of_sums"]
 
 
-def warn_of_sums(losses, towers, stacklevel=3):
+def warn_of_sums(losses, towers, examples, stacklevel):
     """Warns, once, if tower 0's loss is a sum over its examples, divided by nothing that grows with them, or what has none is.
 
     Only what is sure is said: nothing of losses whose sums go through more than additions and a few multiplications by numbers,
@@ -24,13 +24,11 @@ def warn_of_sums(losses, towers, stacklevel=3):
     Args:
       losses: list over towers of scalar tensors.
       towers: list of `Tower`.
+      examples: `towers.along_examples.Examples` of the first of them.
       stacklevel: int, as of `warnings.warn`.
     """
     num_towers, context = towers[0].context.num_towers, towers[0].context
-    if num_towers == 1:
-        return
     sizes = sizes_of_examples(towers)
-    examples = Examples(towers)
     means, others = {}, []  # of sums alike one is enough
     for term, shape, divisors, is_sum, are_examples in terms_of(losses[0], context, examples):
         if not is_sum:
