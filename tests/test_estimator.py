@@ -186,6 +186,9 @@ def shrunk_after_the_step(wrap, loss):
 @pytest.mark.parametrize("resource", [False, True])
 @pytest.mark.parametrize("way", [averages_of_what_moved, lookahead, shrunk_after_the_step])
 def test_what_runs_behind_a_step_reads_behind_it_and_behind_what_it_waited_for(way, resource, num_towers):
+    if tf.control_flow_v2_enabled() and not resource and way is not shrunk_after_the_step:
+        pytest.skip("TensorFlow's branches there do not take ref variables, towers or none")
+
     def model_fn(features, labels, mode, wrap=towers.TowerOptimizer):
         with tf.variable_scope(tf.get_variable_scope(), use_resource=resource):
             loss = loss_of(features, labels)
