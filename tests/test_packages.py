@@ -14,7 +14,7 @@ import towers
 ROOT = Path(__file__).parent.parent
 
 # Nothing imports a file to its right or below.
-ORDER = {"towers": ["version", "annotations",
+ORDER = {"towers": ["version", "annotations", "wording",
                     "context", "sums", "slices", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
                     "placement", "rows", "batch", "shares", "sharing", "graph_walk", "draws", "workers.cluster",
                     "workers.collectives", "workers.watchdog", "workers.gradient_sums", "workers.variables",

@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors, op_of
 from towers.transforms import Transform, when
+from towers.wording import some_of
 
 __all__ = ["accumulate"]
 
@@ -50,7 +51,7 @@ def accumulate(num_batches: int) -> Transform:
         if num_batches > 1 and layers:
             warnings.warn("accumulate(%d): %s take the examples of one batch together, by their moments say, not those of all %d "
                           "batches of a step: it is not the step of one batch that holds them all."
-                          % (num_batches, _some(layers), num_batches), stacklevel=4)
+                          % (num_batches, some_of(layers), num_batches), stacklevel=4)
         return None, lambda grads, rest: _accumulate(grads, rest, step.replicas.weight, num_batches)
 
     return Transform("accumulate", begin)
@@ -112,7 +113,3 @@ def _layers_of_batches(replicas):
     names = {tower.context.relative(op.name).rpartition("/")[0] for op in found}
     names.update(exchange.name for exchange in tower.context.meetings.turns)
     return sorted(name for name in names if not any(other != name and (name + "/").startswith(other + "/") for other in names))
-
-
-def _some(names):
-    return ", ".join(map(repr, names[:4])) + (" and %d more" % (len(names) - 4) if len(names) > 4 else "")

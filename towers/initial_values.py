@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors, end_of, is_variable, op_of
 from towers.own_data import takes_own_data
+from towers.wording import some_of
 from towers.written import all_leaves, own_leaves
 
 __all__ = ["warn_of_initial_values"]
@@ -37,13 +38,12 @@ def warn_of_initial_values(towers, batches, added, stacklevel=4):
         return
     ends = tf.nest.flatten(first.outputs, expand_composites=True) + [item for items in added.values() for item in items]
     needed = ancestors([end for end in ends if op_of(end) is not None and not is_variable(end)], within=made)
-    names = [repr(op.name) for op in found if op in needed]
+    names = [op.name for op in found if op in needed]
     if names:
-        more = " and %d more" % len(names[5:]) if names[5:] else ""
         warnings.warn(
-            "The initial value of %s%s is computed of a tower's own examples, and tower 0's is taken: one tower would start from "
+            "The initial value of %s is computed of a tower's own examples, and tower 0's is taken: one tower would start from "
             "that of the whole batch. Compute it of all towers' data, by towers.all_reduce or towers.all_gather, or start from a "
-            "constant." % (", ".join(names[:5]), more), stacklevel=stacklevel)
+            "constant." % some_of(names, 5), stacklevel=stacklevel)
 
 
 def _takes_first_rows(op, own):

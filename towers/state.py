@@ -21,6 +21,7 @@ from towers.own_effects import OwnEffects
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
+from towers.wording import some_of
 from towers.written import View, all_leaves, own_leaves
 
 __all__ = ["settle_state"]
@@ -318,8 +319,8 @@ def _outer(variable):
 
 
 def _warn(writes):
-    (variable, write), others = writes[0], [repr(name) for name, _ in writes[1:]]
-    more = "" if not others else " (and %s%s)" % (", ".join(others[:4]), " and %d more" % len(others[4:]) if others[4:] else "")
+    (variable, write), others = writes[0], [name for name, _ in writes[1:]]
+    more = " (and %s)" % some_of(others) if others else ""
     warnings.warn(
         "Each tower writes the variable %r%s by what it computed of its own batch (%r in the last one), and the outputs wait for "
         "it. The towers write it one after the other, in their order, which may not be what one tower would write on the whole "

@@ -14,6 +14,7 @@ from towers.builder import TowerBuilder
 from towers.gradients import average_gradients, compute_gradients
 from towers.graph_walk import ancestors
 from towers.placement import session_config
+from towers.wording import some_of
 
 __all__ = ["Differences", "assert_equals_one_batch"]
 
@@ -178,7 +179,7 @@ def _check_draws(replicas, train_op):
     draws = sorted(op.name for op in ancestors([replicas.loss, train_op]) if _RANDOM.match(op.type))
     if draws:
         raise ValueError("The model draws at random, so no two trainings of it are alike: %s. Set rates of dropout to 0, and "
-                         "feed other noise with the batch." % ", ".join(map(repr, draws[:5])))
+                         "feed other noise with the batch." % some_of(draws))
 
 
 def _check_finite(one):
