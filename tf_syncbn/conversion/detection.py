@@ -17,7 +17,7 @@ from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables
 from tf_syncbn.conversion.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
-from tf_syncbn.conversion.squares import find_squares
+from tf_syncbn.conversion.squares import find_squares, squared
 
 __all__ = ["Found", "find_batch_norms", "find_hidden"]
 
@@ -147,13 +147,10 @@ def _is_same(a, b):
 
 def _base_of_square(op):
     """Returns the two tensors whose difference `op` squares, or None."""
-    if op.type == "SquaredDifference":
-        return tuple(op.inputs)
-    is_square = (op.type == "Square" or op.type == "Mul" and op.inputs[0] is op.inputs[1]
-                 or op.type == "Pow" and tf.get_static_value(op.inputs[1]) == 2)
-    if is_square and op.inputs[0].op.type == "Sub":
-        return tuple(op.inputs[0].op.inputs)
-    return None
+    base = squared(op)
+    if len(base) == 1 and base[0].op.type == "Sub":
+        base = base[0].op.inputs
+    return tuple(base) if len(base) == 2 else None
 
 
 def _unchanged(op):

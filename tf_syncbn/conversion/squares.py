@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import FACTORS, SAME_VALUE
 
-__all__ = ["Squares", "find_squares"]
+__all__ = ["Squares", "find_squares", "squared"]
 
 
 class Squares(NamedTuple):
@@ -99,9 +99,8 @@ def _squares(difference, of_squares, means):
     mean = means.get(_root_of_square(difference.inputs[1]))
     if mean is None or mean.reduced != of_squares.reduced or mean.reduced is None:
         return None
-    square = of_squares.x.op
-    parts = _squared(square)
-    if parts is None or not (parts == (mean.x.name,) or mean.x.op.type == "Sub" and parts == _names(mean.x.op)):
+    parts = _names(squared(of_squares.x.op))
+    if not (parts == [mean.x.name] or mean.x.op.type == "Sub" and parts == _names(mean.x.op.inputs)):
         return None
     alike = [other for other in means.values() if other.x.name == mean.x.name and other.reduced == mean.reduced]
     kept = tuple(axis for axis in range(mean.x.shape.rank) if axis not in mean.reduced)
@@ -111,18 +110,18 @@ def _squares(difference, of_squares, means):
 
 def _root_of_square(tensor):
     """Returns the op whose output a tensor is the square of, or None."""
-    parts = _squared(tensor.op)
-    return tensor.op.inputs[0].op if parts is not None and len(parts) == 1 else None
+    base = squared(tensor.op)
+    return base[0].op if len(base) == 1 else None
 
 
-def _squared(op):
-    """Returns the names of what an op squares: of a tensor, or of two whose difference it squares; None of other ops."""
+def squared(op):
+    """Returns what an op squares, a list: a tensor, or two whose difference it squares; an empty one of other ops."""
     if op.type == "SquaredDifference":
-        return _names(op)
+        return list(op.inputs)
     is_square = (op.type == "Square" or op.type == "Mul" and op.inputs[0] is op.inputs[1]
                  or op.type == "Pow" and tf.get_static_value(op.inputs[1]) == 2)
-    return (op.inputs[0].name,) if is_square else None
+    return [op.inputs[0]] if is_square else []
 
 
-def _names(op):
-    return tuple(tensor.name for tensor in op.inputs)
+def _names(tensors):
+    return [tensor.name for tensor in tensors]
