@@ -114,7 +114,7 @@ def _sources(tensor, own, reason, examples):
     op, number = tensor.op, tensor.value_index
     if examples.lie_in(tensor):  # each may be anything of its own example, or of a number that is one for all of them
         own = [source for source in own if source.shape.rank == 0 or examples.lie_in(source) or examples.are_spread(source)]
-    if op.type in SIZES or op.type in NO_VALUES:
+    if op.type in SIZES or op.type in NO_VALUES or op.type == "Mul" and any(map(_is_zero, op.inputs)):
         return []
     if op.type in _DIVIDES and not (reason is not None and reason[0] == "shares"):
         divisor = [op.inputs[1]] if any(source is op.inputs[1] for source in own) else []
@@ -152,6 +152,11 @@ def _is_one_hot(tensor):
     while tensor.op.type in ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient"):
         tensor = tensor.op.inputs[0]
     return tensor.op.type == "OneHot"
+
+
+def _is_zero(tensor):
+    """Tells whether a tensor is a number that is 0, by which a part of a loss is switched off."""
+    return tensor.op.type == "Const" and not tf.get_static_value(tensor).any()
 
 
 def _is_inverse(tensor):
