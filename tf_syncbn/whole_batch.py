@@ -248,13 +248,11 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
                                                plain=how.plain.gradient_sums, **options)
             d_beta, d_gamma, scale = tf.unstack(sums)
             means = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
-            # An op made here: towers of other kernels hold the count in another form, and would be found unlike by it.
-            count = tf.identity(count[:1] if num_moments == 1 else count)
+            divisor = Divisor(lambda: count if num_moments == 3 else count[:1], known_count(x, how.axis, mask), how.takes_shares)
             if place is not None:
-                divisor = Divisor(count, known_count(x, how.axis, mask), how.takes_shares)
                 means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, whose sum nobody takes
             elif not how.takes_shares:
-                means = tf.div_no_nan(means, count)
+                means = tf.div_no_nan(means, divisor.of_all())
         dy, scaled = (None, scaled[0]) if scaled else (dy, None)
         dx, = call_with_gradient(how.kernels.input_gradient, dy, x, *moments, scale, sums, means, scaled, training, mask,
                                  plain=how.plain.input_gradient, **options)

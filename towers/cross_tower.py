@@ -98,8 +98,8 @@ class Divisor(NamedTuple):
     """What a sum over towers is divided by.
 
     Attributes:
-      of_all: tensor that broadcasts to the sum, alike in all towers of a group, to which no gradient is wanted; where it is 0 the
-        result is 0.
+      of_all: a function without arguments that returns a tensor that broadcasts to the sum, alike in all towers of a group, to
+        which no gradient is wanted; where it is 0 the result is 0. It is called where it is needed.
       own: number, this tower's part of it; None where that is not known while the graph is built.
       gives_share: whether the tower gets the sum times `own`, which is known then, over `of_all`.
     """
@@ -121,20 +121,22 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
     Returns:
       A tensor of the shape and dtype of `tensor`.
     """
-    gives_share = divisor is not None and divisor.gives_share
-    if gives_share and place.meetings.peers is not None:  # what is known does not cross workers: towers multiply by it themselves
+    gives_share, peers = divisor is not None and divisor.gives_share, place.meetings.peers
+    if gives_share and peers is not None:  # what is known does not cross workers: towers multiply by it themselves
         return divisor.own * cross_tower_sum_at(place, tensor, group_size, unused, divisor._replace(gives_share=False))
 
     def totals_of(group):
         total = sum_in_order([part for part, *_ in group])
         if divisor is None:
             return [total] * len(group)
-        own, factors = zip(*[known or (None, 1) for *_, known in group])
+        divisors = [given for _, given in group]
+        own = [given.own for given in divisors] if peers is None else [None]
+        factors = [given.own if peers is None and given.gives_share else 1 for given in divisors]
         distinct = dict.fromkeys(factors)
         if None not in own and sum(own) > 0:
             products = {times: total * tf.constant(times / sum(own), total.dtype) for times in distinct}
         else:
-            mean = tf.div_no_nan(total, group[0][1])
+            mean = tf.div_no_nan(total, divisors[0].of_all() if peers is None else divisors[0])
             products = {times: mean if times == 1 else mean * times for times in distinct}
         return [products[times] for times in factors]
 
@@ -144,7 +146,7 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
         return [[total] for group in groups for total in totals_of(group)]
 
     def part(left):
-        total = add([[*tensors, None] for *tensors, _ in left] if divisor else left)[0][0]  # other workers have parts too
+        total = add(left)[0][0]
         return total if unused is None else tf.concat([total[:unused], total[unused + 1:]], 0)
 
     def whole(total):
@@ -152,9 +154,10 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
 
     across = None if group_size else Across(part, whole, of_sum=True)
     left, known = [tensor], []
-    if divisor is not None:
-        known = [None if place.meetings.peers is not None else (divisor.own, divisor.own if gives_share else 1)]
-        left = [tensor, divisor.of_all]
+    if divisor is not None and peers is None:
+        known = [divisor]
+    elif divisor is not None:  # a group may lie in several workers
+        left = [tensor, divisor.of_all()]
     total, = meet_at(place, left, add, [(tensor.dtype, tensor.shape)], known, across)
     return pass_with_gradient("TowersSum", [total, tensor], place, (group_size, divisor))[0]
 

@@ -194,8 +194,10 @@ def normalize_images_alone(images, scale, offset, epsilon, layout):
 
 def _fused_batch_norm(images, scale, offset, epsilon, layout, mean=None, variance=None):
     # Not tf.nn.fused_batch_norm, which raises an epsilon that cuDNN did not take once, in silence.
-    nothing = tf.constant([], scale.dtype)
+    is_training = mean is None
+    if is_training:
+        mean = variance = tf.constant([], scale.dtype)
     y, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
-        x=images, scale=scale, offset=offset, mean=nothing if mean is None else mean,
-        variance=nothing if variance is None else variance, epsilon=epsilon, data_format=layout, is_training=mean is None)
+        x=images, scale=scale, offset=offset, mean=mean, variance=variance, epsilon=epsilon, data_format=layout,
+        is_training=is_training)
     return y, mean, variance
