@@ -129,14 +129,13 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
         total = sum_in_order([part for part, *_ in group])
         if divisor is None:
             return [total] * len(group)
-        divisors = [given for _, given in group]
-        own = [given.own for given in divisors] if peers is None else [None]
-        factors = [given.own if peers is None and given.gives_share else 1 for given in divisors]
+        divisors = [given if peers is None else Divisor(lambda given=given: given, None) for _, given in group]
+        own, factors = [each.own for each in divisors], [each.own if each.gives_share else 1 for each in divisors]
         distinct = dict.fromkeys(factors)
         if None not in own and sum(own) > 0:
             products = {times: total * tf.constant(times / sum(own), total.dtype) for times in distinct}
         else:
-            mean = tf.div_no_nan(total, divisors[0].of_all() if peers is None else divisors[0])
+            mean = tf.div_no_nan(total, divisors[0].of_all())
             products = {times: mean if times == 1 else mean * times for times in distinct}
         return [products[times] for times in factors]
 
