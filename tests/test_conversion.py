@@ -72,6 +72,13 @@ def by_means(x, name):
         return gamma * centred / tf.sqrt(variance + 1e-3) + beta
 
 
+def by_squares(x, name):
+    """Of no variables, by E[x^2] - E[x]^2."""
+    with tf.name_scope(name):
+        mean = tf.reduce_mean(x, [0, 1, 2])
+        return (x - mean) / tf.sqrt(tf.reduce_mean(x * x, [0, 1, 2]) - mean * mean + 1e-3)
+
+
 def inline(x, name):
     """A layer whose moving averages move before its output is there."""
     gamma, beta, *moving = variables(x.shape[-1], tf.float32, name)
@@ -222,6 +229,47 @@ def test_second_derivatives_of_moments_are_those_of_one_tower():
     for one, *several in zip(*map(tf.nest.flatten, results)):
         for found in several:
             np.testing.assert_allclose(found, one, rtol=1e-9, atol=1e-12)
+
+
+@tf.custom_gradient
+def swish(x):
+    """As tf.nn.swish: the gradient function keeps the tensor that it was given."""
+    def gradient(dy):
+        gate = tf.sigmoid(x)
+        return dy * gate * (1 + x * (1 - gate))
+    return x * tf.sigmoid(x), gradient
+
+
+@pytest.mark.parametrize("layer, kind", [(fused, "fused"), (by_moments, "moments")])
+@pytest.mark.parametrize("way", ["minimize", "gradients"])
+def test_gradient_functions_of_the_models_own_read_what_stands_for_a_layer_now(layer, kind, way):
+    model_fn, (x,) = model_of(lambda x, name: swish(layer(x, name))), batch_of([7, 5, 4, 3])
+    if way == "minimize":
+        assert_law(model_fn, (x,), "first", [kind] * 2)
+        return
+    results = []
+    for parts, wrap in ([x], lambda model_fn: model_fn), ([x[:1], x[1:4], x[4:]], tf_syncbn.convert_model):
+        with tf.Graph().as_default(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of update ops, for which nothing waits
+            replicas = build(wrap(model_fn), towers.PerTower([(part,) for part in parts]), len(parts))
+            results.append(run([replicas.loss, tf.gradients(replicas.loss, tf.trainable_variables())]))
+    for one, several in zip(*map(tf.nest.flatten, results)):
+        np.testing.assert_allclose(several, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("second", [by_moments, by_means, by_squares])
+def test_a_layer_of_moments_right_behind_a_fused_one_takes_its_synced_output(second):
+    def first(x):
+        # With an epsilon as large as variances are, moments of what each tower normalized by itself are others.
+        return tf.nn.fused_batch_norm(x, tf.ones([3]), tf.zeros([3]), epsilon=1.0)[0]
+
+    def model_fn(x):
+        scale = tf.get_variable("scale", [3], x.dtype, tf.constant_initializer(1.3))
+        return tf.reduce_mean(tf.square(tf.sin(second(first(x * scale), "bn")) - 0.3))
+
+    x, = batch_of([7, 5, 4, 3])
+    assert_equals_one_batch(tf_syncbn.convert_model(model_fn), (x * np.arange(1, 8, dtype=np.float32).reshape([7, 1, 1, 1]),),
+                            num_towers=3, sizes=SIZES)
 
 
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")

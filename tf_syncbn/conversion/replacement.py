@@ -9,9 +9,10 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower
 from towers.cross_tower import all_reduce
+from towers.gradient_hook import detail_of, with_gradient
 from towers.graph_walk import ancestors, op_of, written_variable, written_variables
 from towers.ordering import read_after, takers_of
-from towers.private import branch_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for
+from towers.private import branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, wait_only_for
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
 from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
@@ -61,7 +62,7 @@ def remember_unreplaced(batch_norms, scopes, statistics, tower):
 
 def _moments_of(batch_norm):
     if batch_norm.kind == "moments":
-        return moments_over_towers(*_along_one_axis(batch_norm), None)
+        return moments_over_towers(*_along_one_axis(batch_norm.x, batch_norm.kept), None)
     return moments_over_towers(_with_channels(outside_of_branch(batch_norm.x), batch_norm), batch_norm.kept[0], None)
 
 
@@ -101,6 +102,7 @@ class Replacement:
         self._made = added.ops()
         self._updates = find_updates(self._made, statistics)
         self._replaced = {}  # name of a tensor -> the tensor that stands for it now
+        self._pairs = []  # these tensors themselves
 
     def replace(self, batch_norm, index, scope):
         """Replaces the `BatchNorm` of an index in `statistics`, by ops in its scope and on its device."""
@@ -124,7 +126,7 @@ class Replacement:
 
     def _fused(self, batch_norm):
         op = batch_norm.op
-        y, whole = self._normalize(batch_norm, *op.inputs[:3])
+        y, whole = self._normalize(batch_norm, [op.outputs[0]], *op.inputs[:3])
         self._replace(op.outputs[0], y)
         for old, new in zip(op.outputs[1:3], _batch_moments(op, whole)):
             self._replace(old, new)
@@ -137,7 +139,8 @@ class Replacement:
         training = predicate if branch else tf.logical_not(predicate)
         x, gamma, beta = (outside_of_branch(tensor) for tensor in op.inputs[:3])
         averages = [outside_of_branch(tensor) for tensor in frozen.inputs[3:5]]
-        y, whole = self._normalize(batch_norm, x, gamma, beta, training, averages)
+        merged = [merge.outputs[0] for merge in op.outputs[0].consumers()]
+        y, whole = self._normalize(batch_norm, merged, x, gamma, beta, training, averages)
         moments = [tf.where_v2(training, new, old) for new, old in zip(_batch_moments(op, whole), averages)]
         for tensor, new in zip(op.outputs[:3], [y] + moments):
             for merge in tensor.consumers():
@@ -147,15 +150,15 @@ class Replacement:
     def _packed(self, whole):
         return packed(*whole) if self._tower.is_first else None
 
-    def _normalize(self, batch_norm, x, gamma, beta, training=None, frozen=None):
+    def _normalize(self, batch_norm, replaced, x, gamma, beta, training=None, frozen=None):
         x = _with_channels(x, batch_norm)
         how = Normalization(batch_norm.kept[0], batch_norm.op.get_attr("epsilon"))
         y, whole = normalize_over_towers(x, gamma, beta, how, self._tower, None, training, frozen)
-        return tf.identity(y, name="output"), whole
+        return with_gradient("ConvertedOutput", lambda: [tf.identity(y, name="output")], "Identity", replaced)[0], whole
 
     def _moments(self, batch_norm):
-        x, kept = batch_norm.x, batch_norm.kept
-        whole = moments_over_towers(*_along_one_axis(batch_norm), self._tower)
+        x, kept = self._now(batch_norm.x), batch_norm.kept
+        whole = moments_over_towers(*_along_one_axis(x, kept), self._tower)
         _, mean, variance = (tf.cast(m, x.dtype) for m in split(whole))
         for op, new in [(batch_norm.op, variance)] + [(op, mean) for op in batch_norm.means]:
             keeps = op.get_attr("keep_dims")
@@ -170,7 +173,8 @@ class Replacement:
 
     def _sums(self, batch_norm):
         for squares in batch_norm.squares:
-            _, mean, variance = split(moments_over_towers(*_along_one_axis(squares), self._tower))
+            x = self._now(squares.x)  # the output of another batch norm perhaps
+            _, mean, variance = split(moments_over_towers(*_along_one_axis(x, squares.kept), self._tower))
             for op, new in [(squares.op, variance)] + [(op, mean) for op in squares.means]:
                 old = op.outputs[0]
                 self._replace(old, tf.reshape(tf.cast(new, old.dtype), old.shape))
@@ -196,25 +200,28 @@ class Replacement:
         of_all = self._tower.meetings.aggregated() if is_sum else ()
         if not is_sum:
             self._tower.meetings.leave_instead(self._tower.local_index, old, new)
-        for consumer in old.consumers():
-            if consumer is new.op or consumer in of_all:
-                continue
-            for index, tensor in enumerate(consumer.inputs):
-                if tensor is old:
-                    rewire(consumer, index, new)
+        _read_instead(old, new, [op for op in old.consumers() if op is not new.op and op not in of_all])
         self._replaced[old.name] = new
+        self._pairs.append((old, new))
 
     def finish(self, outputs):
         """Lets moving averages be updated once a step, and returns the model's outputs, with what stands for them now."""
         for key in self._added.graph.collections:
             self._added.replace(key, [self._now(item) for item in self._added.items(key)])
         outputs = tf.nest.map_structure(self._now, outputs)
+        self._tower.meetings.gradient_checks.append(self._read_by_gradients)
         self._order_updates()  # in every tower, so that tower 0's may stand for the others'
         if self._tower.is_first:
             self._share_updates()
         else:
             self._drop_updates(outputs)
         return outputs
+
+    def _read_by_gradients(self, made):
+        """Lets gradient functions of the model's own, which kept the old tensors, read what stands for them now."""
+        made = set(made)
+        for old, new in self._pairs:
+            _read_instead(old, new, [op for op in old.consumers() if op in made])
 
     def _now(self, item):
         while isinstance(item, tf.Tensor) and item.name in self._replaced:
@@ -261,6 +268,23 @@ class Replacement:
                 wait_only_for(op, [c for c in op.control_inputs if c not in dropped])
 
 
+@tf.RegisterGradient("ConvertedOutput")
+def _output_gradient(op, dy):
+    # What a gradient function of the model's own, tf.nn.swish's say, made of the old output leads here. It need be no gradient
+    # pass over all towers: of replicas.loss it is none.
+    for old in detail_of(op) or ():
+        _read_instead(old, op.outputs[0], [reader for reader in old.consumers() if forward_op_of(reader) is not None])
+    return [dy]
+
+
+def _read_instead(old, new, readers):
+    """Makes those of the ops `readers` that read a tensor read another one."""
+    for reader in readers:
+        for index, tensor in enumerate(reader.inputs):
+            if tensor is old:
+                rewire(reader, index, new)
+
+
 def _batch_moments(op, whole):
     """Returns the batch mean and variance that a fused op hands out: with Bessel's correction, part by part if it averages."""
     count, mean, variance = (tf.stop_gradient(moment) for moment in parts(*whole))
@@ -287,9 +311,9 @@ def _over_towers(op):
     return tf.cast(total, op.outputs[0].dtype)
 
 
-def _along_one_axis(batch_norm):
+def _along_one_axis(x, kept):
     """Returns the input of a batch norm of moments, or of `Squares`, with all axes that keep theirs made one, and that axis."""
-    x, kept = batch_norm.x, list(batch_norm.kept)
+    kept = list(kept)
     if len(kept) == 1:
         return x, kept[0]
     order = [axis for axis in range(x.shape.rank) if axis not in kept] + kept
