@@ -229,6 +229,11 @@ MIXED_IN_A_BRANCH = {
         tf.reduce_sum(mask) > 0, lambda: tf.sqrt(tf.reduce_mean(losses(x))), lambda: tf.reduce_sum(weights())),
     "in a branch, of tf.boolean_mask": lambda x, mask, _: guarded(
         lambda: tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)), mask),
+    "in a branch, of what tf.boolean_mask chose before": lambda x, mask, _: guarded(
+        lambda chosen=tf.boolean_mask(losses(x), mask > 0): tf.reduce_mean(chosen), mask),
+    "in a branch, by the number of what tf.boolean_mask chose": lambda x, mask, _: guarded(
+        lambda total=tf.reduce_sum(losses(x)), chosen=tf.boolean_mask(x, mask > 0): total / tf.cast(
+            tf.shape(chosen)[0], x.dtype), mask),
     "a root of a branch": lambda x, mask, _: tf.sqrt(guarded(lambda: tf.reduce_mean(losses(x)), mask)),
     "of features of a branch": lambda x, mask, _: masked(tf.cond(
         tf.reduce_sum(weights()) > 0, lambda: features(x), lambda: 2 * x), mask),

@@ -21,7 +21,7 @@ EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 # Behind which nothing is sure: loops, branches and state.
 _UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIteration", "PyFunc", "Ref", "StatefulPartitionedCall",
            "StatelessIf", "StatelessWhile", "Switch", "TensorArray", "TensorList", "While")
-_SAME_ROWS = frozenset(["Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"])
+_SAME_ROWS = frozenset(["Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice", "Switch"])
 _CHANGES_RANK = frozenset(["CTCLoss", "OneHot", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
                            "DiagPart", "MatrixDiagPart", "Where"])
 # The numbers of the inputs that `values_of` is of, where not of all.
