@@ -66,7 +66,22 @@ def whitened(x):
     return tf.reshape(tf.transpose(tf.linalg.triangular_solve(root, tf.transpose(centred))), tf.shape(x))
 
 
-CROSSING = [of_mask, of_chosen, one_sided, of_absolute_values, of_a_stopped_gradient, mean_beside_flat_deviation,
+def by_classes(x, count):
+    """Each example by how many of the batch are of its class."""
+    classes = tf.cast(x[:, 0, 0] > 0, tf.int32)
+    return x / (1 + tf.cast(tf.gather(count(classes), classes), x.dtype))[:, None, None]
+
+
+def by_unique_classes(x):
+    _, which, counts = tf.unique_with_counts(tf.cast(x[:, 0, 0] > 0, tf.int32))
+    return x / (1 + tf.cast(tf.gather(counts, which), x.dtype))[:, None, None]
+
+
+CROSSING = [by_unique_classes,
+            lambda x: by_classes(x, lambda classes: tf.bincount(classes, minlength=2)),
+            lambda x: x * (1 / (1 + tf.bincount(tf.cast(x[:, 0, 0] > 0, tf.int32), minlength=3, dtype=x.dtype))),
+            lambda x: by_classes(x, lambda classes: tf.histogram_fixed_width(classes, [0, 2], 2)),
+            of_mask, of_chosen, one_sided, of_absolute_values, of_a_stopped_gradient, mean_beside_flat_deviation,
             with_more_under_the_root, by_einsum, whitened,
             lambda x: x / tf.math.reduce_euclidean_norm(x, [0, 1]),
             lambda x: x / tf.sqrt(tf.reduce_max(x * x, [0, 1]) + 1e-3),
@@ -114,6 +129,8 @@ def test_what_takes_all_examples_of_a_tower_and_comes_back_to_them_is_named(laye
     (lambda x: x - towers.all_reduce(tf.reduce_mean(x, [0, 1]), "mean"), {}),
     (lambda x: x - tf.reduce_mean(towers.all_gather(x), [0, 1]), {}),
     (lambda x: [tf.summary.histogram("centred", x - tf.reduce_mean(x, 0)), tf_syncbn.sync_batch_norm(x)][1], {}),
+    (lambda x: [tf.summary.histogram("classes", tf.bincount(tf.cast(x[:, 0, 0] > 0, tf.int32), minlength=2)), x][1], {}),
+    (lambda x: x * tf.cast(tf.bincount(tf.constant([0, 1, 1, 2]), minlength=3), x.dtype), {}),
     (of_each, {}),
     (lambda x: of_each(x, lambda x: [x[i] for i in range(x.shape[0])]), {}),
     (lambda x: of_each(x, lambda x: tf.split(x, int(x.shape[0])), lambda rows: tf.concat(rows, 0)), {}),

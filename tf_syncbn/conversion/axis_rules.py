@@ -290,13 +290,26 @@ def _fused(op, inputs):
     return [inputs[0]] + [Known(plain(tensor)) for tensor in list(op.outputs)[1:]]
 
 
+def _counts(op, inputs):
+    """How often each value occurs among all examples, or among those of each row."""
+    return None if op.outputs[0].shape.rank != 1 else [Known(plain(op.outputs[0]))]
+
+
+def _unique(op, inputs):
+    """Values, where each example's is among them, and how often each occurs."""
+    values, which, *counts = op.outputs
+    return [Known(plain(values)), inputs[0]] + [Known(plain(tensor)) for tensor in counts]
+
+
 _RULES = {
     "PlaceholderWithDefault": _placeholder_with_default, "IdentityN": lambda op, inputs: inputs, "Shape": _shape,
     "ShapeN": _shape, "Size": _size, "Fill": _fill, "BroadcastTo": _broadcast_to, "Tile": _tile, "Transpose": _transpose,
     "Reshape": _reshape, "ExpandDims": _expand_dims, "Squeeze": _squeeze, "Pack": _pack, "Unpack": _unpack,
     "ConcatV2": _concat, "StridedSlice": _strided_slice, "Gather": _gather, "GatherV2": _gather, "ResourceGather": _gather,
     "MatMul": _matmul, "BatchMatMul": _matmul, "BatchMatMulV2": _matmul, "BatchMatMulV3": _matmul, "Einsum": _einsum,
-    "OneHot": _one_hot, "Where": _where, "FusedBatchNorm": _fused, "FusedBatchNormV2": _fused, "FusedBatchNormV3": _fused}
+    "OneHot": _one_hot, "Where": _where, "Bincount": _counts, "DenseBincount": _counts, "HistogramFixedWidth": _counts,
+    "UniqueWithCounts": _unique, "UniqueWithCountsV2": _unique,
+    "FusedBatchNorm": _fused, "FusedBatchNormV2": _fused, "FusedBatchNormV3": _fused}
 _RULES.update(loop_rules.RULES)
 _RULES.update(dict.fromkeys(_SAME, _same))
 _RULES.update(dict.fromkeys(_REDUCTIONS, _reduction))

@@ -11,12 +11,15 @@ from tf_syncbn.conversion.roots import use_of
 
 __all__ = ["find_crossings"]
 
+# What counts how many examples there are of each class.
+_COUNTS = frozenset(["Bincount", "DenseBincount", "HistogramFixedWidth", "UniqueWithCounts", "UniqueWithCountsV2"])
+
 
 def find_crossings(model, known, needed):
     """Returns the ops, in order, that take examples together, whose results examples are computed of.
 
     What they take are examples, and what they make lies along no axis of theirs. Numbers of examples are integers, and not
-    meant. What an exchange hands on is that of all towers.
+    meant, but those of each class are. What an exchange hands on is that of all towers.
 
     `known` is the set of ops that are of batch norms, or looked at already, `needed` that of what the model's outputs depend on.
     """
@@ -35,6 +38,8 @@ def _is_own(op, model, exchanged):
 
 
 def _takes_together(op, layout):
+    if op.type in _COUNTS:
+        return any(map(layout.axes, op.inputs)) and not any(map(layout.axes, op.outputs[-1:]))
     return (bool(op.outputs) and op.outputs[0].dtype.is_floating and any(map(layout.axes, op.inputs))
             and not any(map(layout.axes, op.outputs)))
 
