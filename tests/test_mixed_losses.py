@@ -441,13 +441,32 @@ def test_means_over_examples_that_were_taken_apart_pass_in_silence(name, silent)
     assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], BATCH, 3, sizes=[3, 5, 4], steps=2)
 
 
-def test_a_mean_over_examples_beside_what_is_weighed_by_another_number_is_said():
-    def model_fn(x, mask, _):
-        return {"loss": masked(x, mask) + 0.1 * tf.reduce_mean(losses(x)), "weight": tf.reduce_sum(mask)}
+def of_some_classes(x, classes):
+    return tf.cast(classes > 0, x.dtype)
+
+
+@pytest.mark.parametrize("beside", [
+    lambda x, _: tf.reduce_mean(losses(x)),
+    lambda x, classes: masked(x, of_some_classes(x, classes)),
+    lambda x, classes: masked(x, of_some_classes(x, classes) + 1e-6) * 2,
+    lambda x, classes: tf.reduce_mean(tf.boolean_mask(losses(x), classes > 0)),
+    lambda x, classes: tf.losses.compute_weighted_loss(losses(x), of_some_classes(x, classes))])
+def test_a_mean_over_examples_beside_what_is_weighed_by_another_number_is_said(beside):
+    def model_fn(x, mask, classes):
+        return {"loss": masked(x, mask) + 0.1 * beside(x, classes), "weight": tf.reduce_sum(mask)}
 
     with pytest.warns(UserWarning, match='has a mean over the tower\'s examples in it .*"weight"'):
         with pytest.raises(AssertionError):
             assert_equals_one_batch(model_fn, BATCH, 3, sizes=[3, 5, 4], steps=2)
+
+
+def test_what_is_divided_by_the_weight_in_another_form_passes_in_silence(silent):
+    def model_fn(x, mask, _):
+        beside = tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)) + tf.reduce_sum(
+            losses(x) ** 2 * mask) / tf.reduce_sum(tf.where(tf.not_equal(mask, 0), tf.ones_like(mask), tf.zeros_like(mask)))
+        return {"loss": masked(x, mask) + 0.1 * beside, "weight": tf.cast(tf.math.count_nonzero(mask), x.dtype)}
+
+    assert_equals_one_batch(model_fn, BATCH, 3, sizes=[3, 5, 4], steps=2)
 
 
 def test_one_example_is_no_channel_of_what_it_is_reshaped_to(silent):

@@ -201,6 +201,11 @@ class Examples:
                 stack.extend(op.inputs)
         return seen
 
+    def given_to(self, tensor):
+        """Returns which tensors of the tower's batch a tensor's value is computed of, a set of (op, number of its output)."""
+        tensors = [tensor] + [source for op in self.needed_by(tensor) for source in op.inputs]
+        return {end_of(each) for each in tensors if self.is_given(each)}
+
     def are_in(self, tensor):
         """Tells whether a tensor is computed of the tower's examples, other than by how many they are."""
         return self._reaches((tensor,), self._are_in, self._inputs, self.is_given)

@@ -50,9 +50,9 @@ def _global_loss_gradient(op, dy):
     # In an imported graph nothing is known of update ops.
     if watch is not None and watch.ops and tf.get_default_graph() is op.graph and not _is_waited_for(watch, op):
         warnings.warn("The gradient of replicas.loss (%r) is taken and nothing waits for the update ops of its towers, %r among "
-                      "them: if what applies it does not either, moving averages are never updated. Use towers.minimize(replicas, "
-                      "optimizer), or take or apply the gradient within `with tf.control_dependencies("
-                      "towers.collect_update_ops(replicas)):`." % (op.name, watch.ops[0].name),
+                      "them: if what applies it does not either, moving averages are never updated. Use "
+                      "towers.minimize(replicas, optimizer), or take or apply the gradient within "
+                      "`with tf.control_dependencies(towers.collect_update_ops(replicas)):`." % (op.name, watch.ops[0].name),
                       stacklevel=_frames_of_tensorflow())
         watch.ops = []
     return [dy]

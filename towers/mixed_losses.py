@@ -52,14 +52,14 @@ def warn_of_mixed(losses, towers, examples, stacklevel):
     weight = outputs.get("weight") if isinstance(outputs, dict) else None
     is_counted = tf.is_tensor(weight) and examples.are_in(weight)
     for kind, op in _mixes(losses[0], examples):
-        if kind == "means":
-            if is_counted:
+        if is_counted and kind in ("means", "divides", "counts"):
+            if kind == "means" or _is_of_others(op, weight, examples):
                 warnings.warn(
                     "The loss of a tower (%r) has a mean over the tower's examples in it (%r), and its \"weight\", by which "
                     "towers average all of the loss, counts something else. Divide by the weight there too, or compute the mean "
                     "of the whole batch by towers.all_reduce." % (losses[0].name, op.name), stacklevel=stacklevel)
                 return True
-        elif kind not in ("divides", "counts") or not is_counted:
+        elif kind != "means":
             warnings.warn(
                 "The loss of a tower (%r) %s, so it is no mean over examples, and the towers' average of it is not the loss of "
                 "the whole batch. Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside "
@@ -68,6 +68,13 @@ def warn_of_mixed(losses, towers, examples, stacklevel):
                 stacklevel=stacklevel)
             return True
     return False
+
+
+def _is_of_others(op, weight, examples):
+    """Tells whether what an op divides by, or counts, is computed of other tensors of the batch than a "weight" is."""
+    number = op.inputs[1 if op.type in _DIVIDES else 0]
+    of_number, of_weight = examples.given_to(number), examples.given_to(weight)
+    return bool(of_number and of_weight) and of_number.isdisjoint(of_weight)
 
 
 def _mixes(loss, examples):

@@ -111,8 +111,8 @@ def checked_loss(loss, weight, outputs, context):
             check = tf.raw_ops.Assert(condition=fine, data=[
                 "The loss of tower %d (%s) is not finite where its weight is 0, so its derivatives are NaN. Divide by "
                 "tf.div_no_nan in the model function. It is" % (context.index, loss.name), loss])
-        with tf.device(context.device), tf.control_dependencies([check]):
-            return tf.identity(loss)
+            with tf.device(context.device), tf.control_dependencies([check]):
+                return tf.identity(loss, name="loss")
     return loss
 
 
