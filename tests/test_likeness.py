@@ -206,6 +206,18 @@ def examples_one_by_one(x):
     return tf.add_n([mean(example) for example in tf.unstack(x)]) / x.shape.as_list()[0]
 
 
+def examples_joined(x):
+    examples, weights = tf.split(rows(x), x.shape.as_list()[0]), variable()
+    return mean(tf.tanh(tf.concat([tf.matmul(example, weights) for example in examples], 0)))
+
+
+def alignments(x):
+    """A loss whose loops are functions that call functions, of names that TensorFlow draws."""
+    size = tf.shape(x)[0]
+    return mean(tf.nn.ctc_loss_v2(tf.ones([size, 2], tf.int32), tf.reshape(conv(x), [-1, 16, 3]), tf.fill([size], 2),
+                                  tf.fill([size], 16), logits_time_major=False, blank_index=0))
+
+
 def shaped_by_size(x):
     size = x.shape.as_list()[0]
     return mean(tf.reshape(x, [size, 48]) + tf.zeros([size, 48])) + size / 6.0 * mean(tf.ones([size]))
@@ -384,8 +396,8 @@ ALIKE = {
     "py_func": by_numpy, "scan": recurrent, "map_fn": arrayed, "stateless seeds": stateless, "partitions": partitioned,
     "NaN": of_nan, "datasets": on_data, "constants made twice": twice, "checks": checked, "embeddings": embedded,
     "tables": hashed, "strings": stringy, "layers": several_layers, "training tensor": frozen, "mask": masked,
-    "joins": gathered, "examples one by one": examples_one_by_one, "shapes by the batch's size": shaped_by_size,
-    "said to differ": offset, "custom gradients": lambda x: custom(x, 2.0), "branches": lambda x: branch(x, True),
+    "joins": gathered, "examples one by one": examples_one_by_one, "examples joined": examples_joined, "ctc": alignments,
+    "shapes by the batch's size": shaped_by_size, "said to differ": offset, "custom gradients": lambda x: custom(x, 2.0), "branches": lambda x: branch(x, True),
     "loops": lambda x: loop(x, 2), "gradient penalty": lambda x: penalty(x, True),
     "gradients through layers": lambda x: gradients(x, (1.0, 3.0)), "dropout": lambda x: mean(tf.nn.dropout(x, rate=0.5)),
     "seeds": lambda x: mean(x + tf.random_normal([3], seed=index())),

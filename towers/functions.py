@@ -48,6 +48,6 @@ class Functions:
             source, colon, output = name.lstrip("^").partition(":")
             return name[:1] == "^", numbers.get(source, source), colon and output
 
-        body = [(node.op, tuple(map(plain, node.input)), self.attributes(node)) for node in function.node_def]
+        body = [(self.fingerprint(node.op), tuple(map(plain, node.input)), self.attributes(node)) for node in function.node_def]
         outputs = [plain(function.ret[argument.name]) for argument in function.signature.output_arg]
         return hashlib.sha256(repr((body, outputs)).encode()).digest()

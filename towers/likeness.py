@@ -245,10 +245,13 @@ def _first_input(end):
 def _is_left_out_of_one(op):
     """Tells whether an op is none in a tower of one example.
 
-    It belongs to a sum over examples, as in the gradient of a broadcast, or gives a product its shape, as tf.tensordot does.
+    It belongs to a sum over examples, as in the gradient of a broadcast, joins what was made of each of them, or gives a product
+    its shape, as tf.tensordot does.
     """
     if op.type == "Reshape" and op.inputs[0].op.type == "MatMul":
         return True
+    if op.type == "ConcatV2":
+        return tf.get_static_value(op.inputs[-1]) == 0
     if op.type == "Reshape":
         op = op.inputs[0].op
         op = op.inputs[0].op if op.type == "Neg" else op
