@@ -316,7 +316,20 @@ def as_wide_as_the_largest(x, _, classes):
         tf.gather(tf.range(tf.reduce_max(classes) + 1), classes), x.dtype))
 
 
+def of_candidates(x, classes, loss):
+    """A loss over classes of which some are drawn, the same ones for all examples."""
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        kernel, bias = (tf.get_variable(name, shape, x.dtype, tf.ones_initializer()) for name, shape in (
+            ("kernel", [9, C]), ("bias", [9])))
+    drawn = (tf.constant([1, 4, 7], tf.int64), tf.fill([tf.shape(x)[0], 1], tf.constant(0.3, x.dtype)),
+             tf.constant([0.3, 0.2, 0.1], x.dtype))
+    return tf.reduce_mean(tf.sqrt(loss(
+        kernel, bias, tf.cast(classes, tf.int64)[:, None], features(x), 3, 9, sampled_values=drawn)))
+
+
 MEANS = {
+    "of classes that are drawn": lambda x, _, classes: of_candidates(x, classes, tf.nn.sampled_softmax_loss),
+    "of noise against classes": lambda x, _, classes: of_candidates(x, classes, tf.nn.nce_loss),
     "of a term that is switched off": lambda x, mask, _: tf.reduce_mean(losses(x)) + 0.0 * tf.sqrt(tf.reduce_mean(losses(x))),
     "of each segment": of_each_segment,
     "as wide as the largest": as_wide_as_the_largest,

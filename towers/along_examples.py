@@ -33,6 +33,7 @@ _VALUES.update((kind, ()) for kind in ("LinSpace", "RandomStandardNormal", "Rand
 # The numbers of the inputs that say how long what an op makes is, along each axis.
 _SAY_SIZES = {"BroadcastTo": (1,), "Fill": (0,), "Range": (0, 1, 2), "Reshape": (1,), "Slice": (1, 2), "StridedSlice": (1, 2),
               "Tile": (1,)}
+_LOOKS_UP = frozenset(["Gather", "GatherV2", "ResourceGather"])
 _COUNTS_CLASSES = frozenset(["Bincount", "DenseBincount"])
 # What computes each row of its output of the same rows of its inputs.
 _OF_ROWS = frozenset([
@@ -312,11 +313,24 @@ class Examples:
             return []
         if op.type in _COUNTS_CLASSES or axis == 0 and _is_of_segments(op) and not self._may_be_for_each(op):
             return []
+        if op.type == "Slice" and axis == 0 and self._is_behind_examples(op):
+            return []
         if op in self.rows.joined and axis == 0:
             return [(self.rows.joined[op], 0, part)]
         if op.type in LISTS:
             return [(source, its, part) for source, its in axes_in_lists(op, axis)]
         return axes_behind(tensor, axis, part)
+
+    def _is_behind_examples(self, op):
+        """Tells whether a slice takes what was joined behind the examples, sampled candidates behind their classes, say."""
+        begin, tensor = op.inputs[1], op.inputs[0]
+        first = tf.get_static_value(begin.op.inputs[0] if begin.op.type == "Pack" else begin)
+        while tensor.op.type in _SAME_ROWS or tensor.op.type in _LOOKS_UP:
+            tensor = tensor.op.inputs[tensor.op.type in _LOOKS_UP]
+        if first is not None and not np.reshape(first, -1)[0] or tensor.op.type != "ConcatV2":
+            return False
+        *parts, axis = tensor.op.inputs
+        return tf.get_static_value(axis) == 0 and not any(map(self.lie_along, parts[1:]))
 
     def rows_of(self, tensor):
         """Returns the inputs whose first axis is that of a tensor, a list."""
