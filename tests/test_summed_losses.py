@@ -181,6 +181,13 @@ SUMS_OF_KNOWN_SIZE = {
     "in the graph beside a mean": lambda x: tf.reduce_mean(squares(x)) + 0.3 * sum(norms(x, by_index)) / B}
 
 MEANS = {
+    "of steps less each one's value": lambda x: tf.reduce_mean(tf.reduce_sum(
+        tf.square(turned(x) - tf.expand_dims(squares(x)[:, 0], 0)), 0)),
+    "of steps that are stacked": lambda x: tf.reduce_mean(tf.reduce_sum(tf.stack(
+        [tf.square(squares(x)[:, i]) for i in range(C)]), 0)),
+    "of steps backwards": lambda x: tf.reduce_mean(tf.reduce_sum(tf.reverse_sequence(
+        turned(x), tf.fill([tf.shape(x)[0]], 2) + tf.cast(x[:, 0] > 0, tf.int32), seq_axis=0, batch_axis=1) * [
+            [float(i)] for i in range(C)], 0)),
     "a mean": lambda x: tf.reduce_mean(squares(x)),
     "by the tower's examples": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.shape(x)[0], tf.float64),
     "without examples too": lambda x: tf.div_no_nan(tf.reduce_sum(squares(x)), tf.cast(tf.size(x), tf.float64)),

@@ -59,7 +59,7 @@ def lies_along_examples(tensor, context):
         seen.add(op)
         if op.type in SIZES:  # how many examples there are, which is none of them
             continue
-        stack.extend(mapped_from(op) or (op.inputs[:1] if op.type == "MatMul" else op.inputs))
+        stack.extend(mapped_from(op) or (op.inputs[:1] if op.type in ("MatMul", "ReverseSequence") else op.inputs))
     return False
 
 
@@ -75,7 +75,12 @@ def _turns(op):
         return not of_output or of_output[0] not in [of_input[:1] for of_input in labels.split(",")]
     if op.type == "StridedSlice":
         return bool((op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1)
-    return op.type == "MatMul" and op.get_attr("transpose_a") or op.type == "Unpack" and op.get_attr("axis") == 0
+    if op.type == "ExpandDims":
+        axis, rank = tf.get_static_value(op.inputs[1]), op.outputs[0].shape.rank
+        return axis is None or rank is None or int(np.reshape(axis, -1)[0]) % rank == 0
+    if op.type in ("Pack", "Unpack"):
+        return op.get_attr("axis") == 0
+    return op.type == "MatMul" and op.get_attr("transpose_a")
 
 
 def reduces_first_axis(op):
