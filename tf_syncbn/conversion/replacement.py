@@ -101,8 +101,7 @@ class Replacement:
         self._added, self._statistics, self._tower = added, statistics, tower
         self._made = added.ops()
         self._updates = find_updates(self._made, statistics)
-        self._replaced = {}  # name of a tensor -> the tensor that stands for it now
-        self._pairs = []  # these tensors themselves
+        self._replaced = {}  # name of a tensor -> it, and the tensor that stands for it now
 
     def replace(self, batch_norm, index, scope):
         """Replaces the `BatchNorm` of an index in `statistics`, by ops in its scope and on its device."""
@@ -201,8 +200,7 @@ class Replacement:
         if not is_sum:
             self._tower.meetings.leave_instead(self._tower.local_index, old, new)
         _read_instead(old, new, [op for op in old.consumers() if op is not new.op and op not in of_all])
-        self._replaced[old.name] = new
-        self._pairs.append((old, new))
+        self._replaced[old.name] = old, new
 
     def finish(self, outputs):
         """Lets moving averages be updated once a step, and returns the model's outputs, with what stands for them now."""
@@ -220,12 +218,12 @@ class Replacement:
     def _read_by_gradients(self, made):
         """Lets gradient functions of the model's own, which kept the old tensors, read what stands for them now."""
         made = set(made)
-        for old, new in self._pairs:
+        for old, new in self._replaced.values():
             _read_instead(old, new, [op for op in old.consumers() if op in made])
 
     def _now(self, item):
         while isinstance(item, tf.Tensor) and item.name in self._replaced:
-            item = self._replaced[item.name]
+            _, item = self._replaced[item.name]
         return item
 
     def _order_updates(self):
