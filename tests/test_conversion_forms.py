@@ -83,6 +83,55 @@ def test_batch_norms_after_a_recurrent_network_train_as_one_tower_does(cell):
     assert_law_and_that_it_may_fail(model_fn, batch_of(4, 3), ["bn1", "bn2"])
 
 
+def gathered_rows(x, index):
+    """Rows of all examples' positions, by numbers that each example offsets by its own place, as a flow's warp takes them."""
+    number, size = tf.shape(x)[0], int(x.shape[1])
+    at = index + tf.expand_dims(tf.range(number) * size, 1)
+    return tf.reshape(tf.gather(tf.reshape(x, [-1, x.shape[-1]]), at), [-1, size, x.shape[-1]])
+
+
+def gathered_in_each(x, index):
+    return tf.gather(x, index, batch_dims=1)
+
+
+def gathered_by_coordinates(x, index):
+    examples = tf.tile(tf.expand_dims(tf.range(tf.shape(x)[0]), 1), [1, x.shape[1]])
+    return tf.gather_nd(x, tf.stack([examples, index], 2))
+
+
+WARPS = pytest.mark.parametrize("warp", [gathered_rows, gathered_in_each, gathered_by_coordinates])
+
+
+def warped_to_channels(x, warp):
+    """Each example's positions at places that it points to itself; blocks of two become channels."""
+    size = int(x.shape[1])
+    index = tf.clip_by_value(tf.cast(tf.floor(2 * x[:, :, 0]), tf.int32) + tf.range(size), 0, size - 1)
+    blocks = tf.reshape(warp(x, index), [-1, size // 2, 2, x.shape[-1]])
+    return tf.reshape(tf.transpose(blocks, [0, 1, 3, 2]), [-1, size // 2, 2 * int(x.shape[-1])])
+
+
+@WARPS
+def test_batch_norms_of_what_each_example_takes_of_its_own_train_as_one_tower_does(warp):
+    def model_fn(x):
+        y = x * tf.get_variable("scale", [x.shape[-1]], x.dtype, tf.constant_initializer(1.3)) + 0.2
+        y = by_moments(warped_to_channels(by_moments(y, "bn1"), warp), "bn2")
+        return tf.reduce_mean(tf.square(tf.sin(y)))
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of(4, 3), ["bn1", "bn2"])
+
+
+@WARPS
+def test_fused_batch_norms_of_what_each_example_takes_of_its_own_are_converted(warp):
+    def model_fn(x):
+        y = tf.expand_dims(warped_to_channels(x, warp), 1)
+        with tf.name_scope("bn"):
+            return tf.reduce_mean(tf.nn.fused_batch_norm(y, tf.ones([6]), tf.zeros([6]))[0])
+
+    converted = tf_syncbn.convert_model(model_fn)
+    build(converted, (tf.constant(batch_of(4, 3)[0], tf.float32),))
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
 def normalize(x, axes, keep_dims=True):
     mean, variance = tf.nn.moments(x, axes, keep_dims=keep_dims)
     return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
@@ -685,6 +734,19 @@ def test_what_is_of_the_batch_and_can_not_be_synced_is_named(layer):
     x = np.random.RandomState(0).randn(8, 5, 3, 4)
     with pytest.warns(UserWarning, match="keeps the moments of each tower: 'mine'. "):
         build(converted, (x,))
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+def test_a_fused_batch_norm_of_groups_that_are_no_neighbours_is_named():
+    def model_fn(x):
+        groups = tf.transpose(tf.reshape(x, [-1, 2, 1, 3, 4]), [0, 2, 3, 1, 4])
+        with tf.name_scope("mine"):
+            y = tf.nn.fused_batch_norm(tf.reshape(groups, [-1, 1, 3, 8]), tf.ones([8]), tf.zeros([8]))[0]
+        return tf.reduce_mean(y) + tf.reduce_mean(by_moments(x, "bn"))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    with pytest.warns(UserWarning, match="keeps the moments of each tower: 'mine'. "):
+        build(converted, (tf.constant(np.random.RandomState(0).randn(8, 3, 4), tf.float32),))
     assert [layer.scope for layer in converted.converted] == ["bn"]
 
 

@@ -244,8 +244,11 @@ def _gather(op, inputs):
     if not axes or indices is None or axis is None:
         return None
     axis = int(axis) % len(axes)
-    chosen = tuple(factors if level(factors) else (Factor((output.name, axis + i), level(axes[axis])),)
-                   for i, factors in enumerate(indices))
+    # Where indices are of examples, each takes from its own: rows that an offset an example points to, say.
+    of_chosen = 0 if any(map(level, indices)) else level(axes[axis])
+    batch_dims = op.get_attr("batch_dims") if op.type != "Gather" else 0
+    chosen = tuple(factors if level(factors) else (Factor((output.name, axis + i), of_chosen),)
+                   for i, factors in enumerate(indices[batch_dims:]))
     positions = tf.get_static_value(op.inputs[1])
     if sizes is not None and positions is not None:
         sizes = tuple(sizes[int(i)] for i in positions.reshape([-1]))

@@ -30,7 +30,8 @@ class Found(NamedTuple):
 
     Attributes:
       batch_norms: list of `BatchNorm`, in the order of the ops.
-      suspects: list of the square root ops that divide by a standard deviation over examples and belong to none of them.
+      suspects: list of the square root ops that divide by a standard deviation over examples and belong to none of them, and of
+        the fused ops over examples that lie along the channels' axis too.
       of_variables: list of `BatchNorm`, what would be one but depends on variables alone, as standardized weights do.
       model: `Examined`, what the ops were found to do with examples.
       known: set of the ops that were looked at: of these three, and what they scale by.
@@ -55,16 +56,19 @@ def find_batch_norms(ops, batch):
     """
     of_data = depend_on_data(ops, batch)
     model = Examined({op: i for i, op in enumerate(ops)}, Layout(ops, batch), of_data, depend_on_variables(ops) - of_data)
-    found, of_variables = [], []
+    found, suspects, of_variables = [], [], []
     for op in ops:
         if is_fused(op) and is_training(op):
-            if channels_axis(op) not in model.layout.axes(op.inputs[0]):  # else each example is normalized by itself
+            axes = set(model.layout.axes(op.inputs[0]))
+            if channels_axis(op) not in axes:
                 found.append(fused_batch_norm(op))
+            elif axes != {channels_axis(op)}:  # else each example is normalized by itself
+                suspects.append(op)
         elif op.type == "Mean":
             batch_norm = _moments(op, model)
             if batch_norm is not None:
                 (of_variables if op in model.of_weights else found).append(batch_norm)
-    suspects, known = [], {op for batch_norm in found for op in batch_norm.ops}
+    known = {op for batch_norm in found for op in batch_norm.ops}
     known |= {root for batch_norm in found for root in roots_of(batch_norm.op) if not model.layout.axes(root.outputs[0])}
     for op in ops:
         if op not in known and op not in model.of_weights and is_root(op):
