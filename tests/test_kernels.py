@@ -125,6 +125,25 @@ def test_kernels_compute_what_the_reference_does(strategy, shape, given):
         assert largest(value - expected) <= 1e-5 * largest(expected) if value.size else value.shape == expected.shape
 
 
+@each_strategy
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_a_kernels_gradient_is_taken_of_computes_what_the_kernel_does(strategy, masked):
+    rng, shape, how = np.random.RandomState(1), [6, 4, 4, 3], {"axis": 3, "epsilon": 1e-6}
+    dy, x = (tf.constant(rng.randn(*shape), tf.float32) for _ in range(2))
+    mask = tf.constant(rng.randint(0, 2, shape[:-1] + [1]), tf.float32) if masked else None
+    moments = [tf.constant(part, tf.float32) for part in ([96], rng.randn(3) * 0.3, rng.rand(3) + 0.5)]
+    gamma, means = tf.constant(rng.rand(3) + 0.5, tf.float32), tf.constant(rng.randn(5, 3), tf.float32)
+    results = []
+    for of in (strategy.kernels, strategy.plain):
+        sums, *scaled = of.gradient_sums(dy, x, *moments, gamma, masked=masked, **how)
+        dx, = of.input_gradient(dy, x, *moments, sums[2], sums, means, scaled[0] if scaled else None, None, mask, **how)
+        results.append([dx, sums, *scaled])
+    ours, plain = run(results)
+    assert len(ours) <= len(plain)
+    for value, expected in zip(ours, plain):
+        assert largest(value - expected) <= 1e-5 * largest(expected)
+
+
 @pytest.mark.parametrize("machine", sorted(MACHINES))
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("shape,mean", [([12, 16, 16, 48], 2), ([512, 24], 0), ([9, 700, 5], 100), ([6, 3, 5, 7, 4], 1)])

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import (cudnn, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, own_gradient, products,
-                               reference)
+from tf_syncbn.kernels import (cudnn, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, own_gradient, products, reference,
+                               scaled_gradient)
 from tf_syncbn.kernels.fused_op import has_few_images
 from tf_syncbn.kernels.rows import accumulator, is_small, known_count
 
@@ -56,7 +56,8 @@ class Strategy(NamedTuple):
       kernels: a module with the functions `local_moments`, `normalize`, `gradient_sums` and `input_gradient`.
       as_one_op: a function of a `Layer` and a `Machine`: whether the output is to be the fused op's own in the caller's graph,
         where Grappler makes one op of it and of a ReLU that reads it.
-      plain: a module with the last two of these functions, of plain ops: what the gradient of `kernels`' ones is taken of.
+      plain: a module with the last two of these functions, of plain ops, that return no less: what the gradient of `kernels`'
+        ones is taken of.
       takes_shares: whether, where no mask is, `input_gradient` takes `n_i / n` of the sums over towers in place of `1 / n`, and
         the scale over `n_i`.
     """
@@ -99,12 +100,13 @@ def _is_image(layer, machine):
 
 
 STRATEGIES = (
-    Strategy("products", _has_few_channels, products, _is_image),
+    Strategy("products", _has_few_channels, products, _is_image, scaled_gradient),
     Strategy("cudnn", _is_cudnns, cudnn, _is_image, own_gradient, takes_shares=True),
     Strategy("cudnn_unsized", lambda layer, machine: _takes_cudnn(layer, machine) and not machine.deterministic, cudnn_unsized,
-             _is_image),
+             _is_image, scaled_gradient),
     Strategy("eigen_plain", _is_eigen_plain, eigen_plain),
-    Strategy("onednn", lambda layer, machine: _is_cpus(layer, machine) and machine.onednn, onednn, _is_image),
+    Strategy("onednn", lambda layer, machine: _is_cpus(layer, machine) and machine.onednn, onednn, _is_image,
+             scaled_gradient),
     Strategy("eigen_tf1", lambda layer, machine: _is_cpus(layer, machine) and machine.generation == 1, eigen_tf1),
     Strategy("eigen", _is_cpus, eigen),
     Strategy("reference", lambda layer, machine: True, reference),

@@ -10,7 +10,7 @@ from tf_syncbn.kernels.own_gradient import input_gradient_kernel
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 
-gradient_sums = fused_op.own_gradient_kernel(reference.sums_kernel())
+gradient_sums = fused_op.own_gradient_kernel(reference.gradient_sums)
 input_gradient = input_gradient_kernel(fused_op.standardize, cudnn_unsized.input_gradient, fused_op.as_it_takes)
 
 

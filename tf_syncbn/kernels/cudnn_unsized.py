@@ -2,10 +2,10 @@
 
 The gradient is the fused op's in inference mode, which takes towers without values as well.
 """
-from tf_syncbn.kernels import fused_op, reference
+from tf_syncbn.kernels import fused_op, scaled_gradient
 from tf_syncbn.kernels.reference import local_moments, product_kernels
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 
 normalize, input_gradient = product_kernels(fused_op.standardize)
-gradient_sums = fused_op.sums_kernel(reference.gradient_sums)
+gradient_sums = fused_op.sums_kernel(scaled_gradient.gradient_sums)

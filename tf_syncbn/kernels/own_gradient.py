@@ -11,7 +11,7 @@ the sums over towers, of which they take the tower's share, `n_i S / n` and `n_i
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import reference
+from tf_syncbn.kernels import reference, scaled_gradient
 from tf_syncbn.kernels.moments import parts
 from tf_syncbn.kernels.rows import known_count
 
@@ -21,7 +21,7 @@ __all__ = ["gradient_sums", "input_gradient", "input_gradient_kernel"]
 def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
     """See `tf_syncbn.kernels.reference.sums_kernel`; returns `dx_i` behind the sums."""
     how = {"axis": axis, "epsilon": epsilon}
-    sums, scaled = reference.gradient_sums(dy, x, count, mean, variance, gamma, masked=masked, **how)
+    sums, scaled = scaled_gradient.gradient_sums(dy, x, count, mean, variance, gamma, masked=masked, **how)
     if masked:
         return sums,
     _, mean, variance = parts(count, mean, variance)

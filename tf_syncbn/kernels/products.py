@@ -4,7 +4,7 @@ cuDNN's gradient gives each channel to one of a GPU's hundred and more processor
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import fused_op, reference
+from tf_syncbn.kernels import fused_op, scaled_gradient
 from tf_syncbn.kernels.cudnn import local_moments
 from tf_syncbn.kernels.cudnn_unsized import input_gradient, normalize
 from tf_syncbn.kernels.moments import parts, stacked
@@ -18,7 +18,7 @@ LEAST_NUMBERS, MOST_CHANNELS = 1 << 22, 64
 def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
     """See `tf_syncbn.kernels.reference.sums_kernel`."""
     if masked:
-        return reference.gradient_sums(dy, x, count, mean, variance, gamma, masked=True, axis=axis, epsilon=epsilon)
+        return scaled_gradient.gradient_sums(dy, x, count, mean, variance, gamma, masked=True, axis=axis, epsilon=epsilon)
     _, mean, variance = parts(count, mean, variance)
     ones, zeros, inverse = tf.ones_like(mean), tf.zeros_like(mean), tf.rsqrt(variance + epsilon)
     scale = inverse if gamma is None else gamma * inverse

@@ -127,5 +127,5 @@ def sums_kernel(product=0, row=0, with_scaled=False):
     return gradient_sums
 
 
-local_moments, gradient_sums = moments_kernel(), sums_kernel(with_scaled=True)
+local_moments, gradient_sums = moments_kernel(), sums_kernel()
 normalize, input_gradient = product_kernels(standardize)
