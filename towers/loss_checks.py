@@ -2,6 +2,7 @@
 from towers.along_examples import Examples, sizes_of_examples
 from towers.inner_gradients import warn_of_inner_gradients
 from towers.mixed_losses import warn_of_mixed
+from towers.number_powers import warn_of_powers
 from towers.positions import warn_of_positions
 from towers.summed_losses import warn_of_sums
 
@@ -24,5 +25,6 @@ def warn_of_losses(losses, towers, is_divided=False, stacklevel=3):
     examples = Examples(towers)
     warn_of_positions(losses, towers, examples, is_divided, stacklevel + 1)
     warn_of_inner_gradients(losses, towers, examples, stacklevel + 1)
-    if not warn_of_mixed(losses, towers, examples, stacklevel + 1):
-        warn_of_sums(losses, towers, examples, stacklevel + 1)
+    of_losses = losses, towers, examples, stacklevel + 1
+    if not warn_of_mixed(*of_losses) and not warn_of_sums(*of_losses):
+        warn_of_powers(*of_losses)

@@ -26,6 +26,9 @@ def warn_of_sums(losses, towers, examples, stacklevel):
       towers: list of `Tower`.
       examples: `towers.along_examples.Examples` of the first of them.
       stacklevel: int, as of `warnings.warn`.
+
+    Returns:
+      Whether it warned.
     """
     num_towers, context = towers[0].context.num_towers, towers[0].context
     sizes = sizes_of_examples(towers)
@@ -45,7 +48,7 @@ def warn_of_sums(losses, towers, examples, stacklevel):
                 "batch. Take tf.reduce_mean, or divide by the tower's own number of examples, tf.shape(x)[0]; a loss that is "
                 "meant as a sum is multiplied by towers.current_tower().num_towers."
                 % (losses[0].name, term.name, num_towers, num_towers), stacklevel=stacklevel)
-            return
+            return True
     divided = next((term for term in _divided_by_examples(others, means, sizes, num_towers)
                     if not examples.are_in(term) and _is_of_variables(term, context)), None)
     if divided is not None:
@@ -54,6 +57,7 @@ def warn_of_sums(losses, towers, examples, stacklevel):
             "own examples: over %d towers it and its gradients come to %d times those of one tower on the whole batch. Add it to "
             "the mean over the examples, decay + tf.reduce_mean(losses), or divide it by the number of all towers' examples, "
             "towers.all_reduce(tf.shape(x)[0])." % (losses[0].name, divided.name, num_towers, num_towers), stacklevel=stacklevel)
+    return divided is not None
 
 
 def _divided_by_examples(others, means, sizes, num_towers):
