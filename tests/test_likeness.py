@@ -218,6 +218,14 @@ def alignments(x):
                                   tf.fill([size], 16), logits_time_major=False, blank_index=0))
 
 
+def chosen_by_labels(x):
+    """What has as many rows as there are examples, of which TensorFlow learns beside more than one example alone."""
+    labels = tf.one_hot(tf.cast(x[:, 0, 0, 0] > 0, tf.int32), 2, on_value=True, off_value=False)
+    y = conv(x)
+    y = y[:, 0, 0] + tf.boolean_mask(y[:, :2, 0], labels)
+    return mean(tf.reshape(y, tf.concat([tf.shape(y), [1]], 0)))
+
+
 def shaped_by_size(x):
     size = x.shape.as_list()[0]
     return mean(tf.reshape(x, [size, 48]) + tf.zeros([size, 48])) + size / 6.0 * mean(tf.ones([size]))
@@ -397,6 +405,7 @@ ALIKE = {
     "NaN": of_nan, "datasets": on_data, "constants made twice": twice, "checks": checked, "embeddings": embedded,
     "tables": hashed, "strings": stringy, "layers": several_layers, "training tensor": frozen, "mask": masked,
     "joins": gathered, "examples one by one": examples_one_by_one, "examples joined": examples_joined, "ctc": alignments,
+    "rows that labels choose": chosen_by_labels,
     "shapes by the batch's size": shaped_by_size, "said to differ": offset,
     "custom gradients": lambda x: custom(x, 2.0), "branches": lambda x: branch(x, True),
     "loops": lambda x: loop(x, 2), "gradient penalty": lambda x: penalty(x, True),

@@ -347,6 +347,8 @@ MEANS = {
         tf.diag(weights()), classes))),
     "one's own value by its class": lambda x, _, classes: tf.reduce_mean(tf.sqrt(1 + tf.square(
         tf.reduce_sum(tf.one_hot(classes, C, dtype=x.dtype) * features(x), 1)))),
+    "one's own value by tf.boolean_mask": lambda x, _, classes: tf.reduce_mean(tf.sqrt(2 + tf.boolean_mask(
+        tf.sin(features(x)), tf.one_hot(tf.minimum(classes, C - 1), C, on_value=True, off_value=False)))),
     "in a branch": lambda x, mask, _: guarded(lambda: tf.reduce_mean(losses(x)), mask),
     "in a branch beside a decay": lambda x, mask, _: guarded(
         lambda y=losses(x): tf.reduce_mean(y * mask), mask) + tf.cond(

@@ -115,7 +115,7 @@ def chooser(tensor):
         seen.add(op)
         if op.type in ("Gather", "GatherV2", "GatherNd"):
             found = _unmoved(op.inputs[1])
-            if found.op.type == "Where" or found.op.type == "TopKV2" and found.op.inputs[0].shape.rank == 1:
+            if _chooses_by_data(found.op) or found.op.type == "TopKV2" and found.op.inputs[0].shape.rank == 1:
                 return found.op
         elif op.type == "DynamicPartition" or op.type == "TopKV2" and op.inputs[0].shape.rank == 1:
             return op
@@ -134,7 +134,12 @@ def _unmoved(tensor):
 
 def _are_counted(tensor):
     """Tells whether how many rows a tensor has is told by the data."""
-    return chooser(tensor) is not None or _unmoved(tensor).op.type == "Where"
+    return chooser(tensor) is not None or _chooses_by_data(_unmoved(tensor).op)
+
+
+def _chooses_by_data(op):
+    """Tells whether an op chooses as many rows as the data say, not one for each label, by a mask that is one-hot."""
+    return op.type == "Where" and _unmoved(op.inputs[0]).op.type != "OneHot"
 
 
 def _of_axis(op, number, axis):

@@ -152,6 +152,8 @@ class _Comparison:
             return
         if {op.type, other.type} == {"Const", "Fill"} and not self._same_sizes and _fill_alike(op, other):
             return  # tf.zeros and tf.ones of a known shape are constants up to a thousand entries, and filled from there on
+        if {op.type, other.type} == {"Const", "Shape"} and not self._same_sizes and _shape_alike(op, other):
+            return  # a shape that is known is a constant: beside [None, 5], that of [2, 5] is, and that of [1, 5] is not
         if op.type != other.type and not self._are_calls_alike(op, other):
             self._report(op, other, "%r is of type %s, and in tower %d %r of type %s"
                          % (op.name, op.type, self._other.index, other.name, other.type))
@@ -265,6 +267,13 @@ def _fill_alike(*ops):
     """Tells whether ops, Const or Fill, have the same value everywhere."""
     values = [_filling(op) for op in ops]
     return values[0] is not None and values[0] == values[1]
+
+
+def _shape_alike(*ops):
+    """Tells whether of two ops a Const may hold the shape that a Shape is."""
+    (constant,), (shape,) = ([op for op in ops if op.type == kind] for kind in ("Const", "Shape"))
+    value, known = constant.outputs[0], shape.inputs[0].shape
+    return value.dtype.is_integer and value.shape.rank == 1 and known.rank in (None, tf.dimension_value(value.shape[0]))
 
 
 def _filling(op):
