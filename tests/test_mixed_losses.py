@@ -347,6 +347,11 @@ MEANS = {
         tf.diag(weights()), classes))),
     "one's own value by its class": lambda x, _, classes: tf.reduce_mean(tf.sqrt(1 + tf.square(
         tf.reduce_sum(tf.one_hot(classes, C, dtype=x.dtype) * features(x), 1)))),
+    "importance weights of samples": lambda x, *_: tf.reduce_mean(tf.reduce_logsumexp(
+        tf.reshape(losses(tf.tile(x, [3, 1])), [3, -1]) * [[1.], [2.], [3.]], 0)),
+    "rows by a product with one-hot rows": lambda x, _, classes: tf.reduce_mean(tf.sqrt(1 + tf.matmul(tf.one_hot(
+        tf.minimum(tf.cast(classes, tf.int32), C - 1) + C * tf.range(tf.shape(x)[0]), C * tf.shape(x)[0], dtype=x.dtype),
+        tf.reshape(features(x) ** 2, [-1, 1])))),
     "one's own value by tf.boolean_mask": lambda x, _, classes: tf.reduce_mean(tf.sqrt(2 + tf.boolean_mask(
         tf.sin(features(x)), tf.one_hot(tf.minimum(classes, C - 1), C, on_value=True, off_value=False)))),
     "in a branch": lambda x, mask, _: guarded(lambda: tf.reduce_mean(losses(x)), mask),

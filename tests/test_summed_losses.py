@@ -104,7 +104,15 @@ def of_steps(x, of_row):
     return tf.map_fn(of_row, tf.transpose(squares(x)))
 
 
+def of_samples(x):
+    """A number for each of five samples of each example, [5, batch], which stand one behind the other in between."""
+    samples = squares(tf.tile(x, [5, 1]) * 0.5 + 0.1)
+    return tf.reshape(tf.reduce_sum(samples, 1), [5, -1]) * tf.constant([[1.0], [2.0], [3.0], [4.0], [5.0]], x.dtype)
+
+
 SUMS = {
+    "of samples, all": lambda x: tf.reduce_sum(of_samples(x)) / B,
+    "of samples, over their mean": lambda x: tf.reduce_mean(tf.reduce_sum(of_samples(x), 1)) / B,
     "a sum": lambda x: tf.reduce_sum(squares(x)),
     "by the whole batch": lambda x: tf.reduce_sum(squares(x)) / B,
     "times a quotient of numbers": lambda x: tf.constant(0.7, x.dtype) / tf.constant(5.0, x.dtype) * tf.reduce_sum(squares(x)),
@@ -181,6 +189,8 @@ SUMS_OF_KNOWN_SIZE = {
     "in the graph beside a mean": lambda x: tf.reduce_mean(squares(x)) + 0.3 * sum(norms(x, by_index)) / B}
 
 MEANS = {
+    "of samples": lambda x: tf.reduce_mean(tf.reduce_sum(of_samples(x), 0)),
+    "of samples, by the number": lambda x: tf.reduce_sum(of_samples(x)) / number(x),
     "of steps less each one's value": lambda x: tf.reduce_mean(tf.reduce_sum(
         tf.square(turned(x) - tf.expand_dims(squares(x)[:, 0], 0)), 0)),
     "of steps that are stacked": lambda x: tf.reduce_mean(tf.reduce_sum(tf.stack(

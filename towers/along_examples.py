@@ -4,26 +4,21 @@ import itertools
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.axes import WHOLE, axes_behind, product_axes, reduced_axes
+from towers.axes import SUMS, WHOLE, axes_behind, product_axes, reduced_axes, reduces_first_axis
+from towers.chosen_rows import SAME_ROWS, are_counted, chooser, is_one_hot
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import LOOPS_BACK, NO_VALUES, SIZES, end_of
 from towers.mapped import LISTS, axes_in_lists, mapped_from
 from towers.own_data import own_leaves
 from towers.single_rows import Rows
 
-__all__ = ["COUNTS", "EXTREMES", "PRODUCTS", "SUMS", "Examples", "chooser", "lies_along_examples",
-           "products", "reduces_first_axis", "sizes_of_examples", "values_of"]
+__all__ = ["EXTREMES", "PRODUCTS", "Examples", "lies_along_examples", "products", "sizes_of_examples", "values_of"]
 
-SUMS = frozenset(["Mean", "Sum"])
 PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"])
-COUNTS = frozenset(["DynamicPartition", "Where"])  # which choose as many rows as the data say
 EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 # Behind which nothing is sure: loops, branches and state.
 _UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIteration", "PyFunc", "Ref", "StatefulPartitionedCall",
            "StatelessIf", "StatelessWhile", "Switch", "TensorArray", "TensorList", "While")
-_SAME_ROWS = frozenset(["Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice", "Switch"])
-_CHANGES_RANK = frozenset(["CTCLoss", "OneHot", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
-                           "DiagPart", "MatrixDiagPart", "Where"])
 # The numbers of the inputs that `values_of` is of, where not of all.
 _VALUES = {"Bincount": (0, 2), "DenseBincount": (0, 2), "Fill": (1,), "OneHot": (0, 2, 3), "PadV2": (0, 2), "Split": (1,)}
 _VALUES.update((kind, (0,)) for kind in (
@@ -35,11 +30,6 @@ _SAY_SIZES = {"BroadcastTo": (1,), "Fill": (0,), "Range": (0, 1, 2), "Reshape": 
               "Tile": (1,)}
 _LOOKS_UP = frozenset(["Gather", "GatherV2", "ResourceGather"])
 _COUNTS_CLASSES = frozenset(["Bincount", "DenseBincount"])
-# What computes each row of its output of the same rows of its inputs.
-_OF_ROWS = frozenset([
-    "Abs", "Add", "AddN", "AddV2", "ConcatV2", "Exp", "Log", "Log1p", "Maximum", "Minimum", "Mul", "Neg", "OneHot", "OnesLike",
-    "Pow", "RealDiv", "Relu", "Select", "SelectV2", "Sigmoid", "SoftmaxCrossEntropyWithLogits", "Softplus",
-    "SparseSoftmaxCrossEntropyWithLogits", "Sqrt", "Square", "SquaredDifference", "Sub", "Tanh"])
 _REDUCTIONS = SUMS | EXTREMES | {"All", "Any", "ArgMax", "ArgMin"}
 
 
@@ -83,12 +73,6 @@ def _turns(op):
     return op.type == "MatMul" and op.get_attr("transpose_a")
 
 
-def reduces_first_axis(op):
-    """Tells whether a reduction, `tf.reduce_sum` say, takes the first axis of its input away; None where that is not known."""
-    axes = reduced_axes(op)
-    return None if axes is None else 0 in axes
-
-
 def sizes_of_examples(towers):
     """Returns how many examples tower 0 is known to have: a dict from such sizes to that of the whole batch."""
     leaves = zip(*[tf.nest.flatten(tower.context.batch, expand_composites=True) for tower in towers])
@@ -102,44 +86,6 @@ def products(numbers, fewest=0):
     """Returns all products of `fewest` or more of a few numbers, None among them left out: a set of floats."""
     numbers = [number for number in numbers if number is not None]
     return {float(np.prod(some)) for count in range(fewest, len(numbers) + 1) for some in itertools.combinations(numbers, count)}
-
-
-def chooser(tensor):
-    """Returns the op, of `COUNTS` or TopKV2, that chose which rows of other rows a tensor is made of; None where none did."""
-    seen, stack = set(), [tensor]
-    while stack:
-        tensor = stack.pop()
-        op = tensor.op
-        if op in seen:
-            continue
-        seen.add(op)
-        if op.type in ("Gather", "GatherV2", "GatherNd"):
-            found = _unmoved(op.inputs[1])
-            if _chooses_by_data(found.op) or found.op.type == "TopKV2" and found.op.inputs[0].shape.rank == 1:
-                return found.op
-        elif op.type == "DynamicPartition" or op.type == "TopKV2" and op.inputs[0].shape.rank == 1:
-            return op
-        elif op.type in _SAME_ROWS or op.type in SUMS and reduces_first_axis(op) is False:
-            stack.append(op.inputs[0])
-        elif op.type in _OF_ROWS:
-            stack.extend(source for source in op.inputs if source.shape.rank == tensor.shape.rank or op.type in _CHANGES_RANK)
-    return None
-
-
-def _unmoved(tensor):
-    while tensor.op.type in _SAME_ROWS:
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
-def _are_counted(tensor):
-    """Tells whether how many rows a tensor has is told by the data."""
-    return chooser(tensor) is not None or _chooses_by_data(_unmoved(tensor).op)
-
-
-def _chooses_by_data(op):
-    """Tells whether an op chooses as many rows as the data say, not one for each label, by a mask that is one-hot."""
-    return op.type == "Where" and _unmoved(op.inputs[0]).op.type != "OneHot"
 
 
 def _of_axis(op, number, axis):
@@ -185,7 +131,8 @@ class Examples:
 
     def __init__(self, towers):
         of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
-        self._leaves, self._stand_ins = own_leaves(towers[0].context) - of_all, towers[0].context.meetings.stand_ins
+        self._context, self._stand_ins = towers[0].context, towers[0].context.meetings.stand_ins
+        self._leaves = own_leaves(self._context) - of_all
         self._sizes = [tf.dimension_value(op.outputs[number].shape[0]) or 0 for op, number in self._leaves
                        if op.outputs[number].shape.rank]
         self._are_in, self._lie_along, self._are_spread, self._are_as_long = {}, {}, {}, {}
@@ -226,6 +173,11 @@ class Examples:
         return axis < (tensor.shape.rank or 0) and self._reaches(
             (tensor, axis, WHOLE), self._lie_along, self._places, self._is_of_batch)
 
+    def are_rows_of(self, tensor):
+        """Tells whether a tensor's first axis is that of examples, surely or, where no other one is, by all that keeps it."""
+        return self.lie_along(tensor) or lies_along_examples(tensor, self._context) and not any(
+            self.lie_along(tensor, axis) for axis in range(1, tensor.shape.rank or 1))
+
     def lie_in(self, tensor):
         """Tells whether a tensor has examples along any of its axes."""
         return any(self.lie_along(tensor, axis) for axis in range(tensor.shape.rank or 0))
@@ -253,8 +205,9 @@ class Examples:
         if op.type not in PRODUCTS:
             return False
         axes = product_axes(op)
-        return any(self.lie_along(source, axis) for source, labels in zip(op.inputs, axes)
-                   for axis, label in enumerate(labels) if label not in axes[-1])
+        takes_rows = axes[0] and axes[0][-1] not in axes[-1] and is_one_hot(op.inputs[0])  # one for each label, not their sum
+        return not takes_rows and any(self.lie_along(source, axis) for source, labels in zip(op.inputs, axes)
+                                      for axis, label in enumerate(labels) if label not in axes[-1])
 
     def are_in_classes(self, op):
         """Tells whether an op takes together the examples of each of a number of classes, one that is known beforehand."""
@@ -314,7 +267,7 @@ class Examples:
     def _inputs(self, tensor):
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
-            return [(source,) for source in op.inputs if _are_counted(source)]
+            return [(source,) for source in op.inputs if are_counted(source)]
         return [(source,) for source in (values_of(op) if op.type == "Switch" or op.type in LISTS else op.inputs)]
 
     def _places(self, tensor, axis, part):
@@ -335,7 +288,7 @@ class Examples:
         """Tells whether a slice takes what was joined behind the examples, sampled candidates behind their classes, say."""
         begin, tensor = op.inputs[1], op.inputs[0]
         first = tf.get_static_value(begin.op.inputs[0] if begin.op.type == "Pack" else begin)
-        while tensor.op.type in _SAME_ROWS or tensor.op.type in _LOOKS_UP:
+        while tensor.op.type in SAME_ROWS or tensor.op.type in _LOOKS_UP:
             tensor = tensor.op.inputs[tensor.op.type in _LOOKS_UP]
         if first is not None and not np.reshape(first, -1)[0] or tensor.op.type != "ConcatV2":
             return False

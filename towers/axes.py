@@ -7,9 +7,10 @@ all of the axis. What a transposed batch, [time, batch], comes to as [time * bat
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["WHOLE", "axes_behind", "product_axes", "reduced_axes"]
+__all__ = ["SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes", "reduces_first_axis"]
 
 WHOLE = (1, 1)
+SUMS = frozenset(["Mean", "Sum"])
 
 _REDUCTIONS = frozenset(["All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"])
 _BROADCASTS = frozenset([
@@ -55,6 +56,8 @@ def axes_behind(tensor, axis, part=WHOLE):
         found = [(source, its) for source in list(op.inputs)[:2] if source.shape.rank and its < source.shape.rank]
     elif op.type == "Where":
         found = [(op.inputs[0], each) for each in range(op.inputs[0].shape.rank or 0) if axis == 0]
+    elif op.type == "Tile":
+        return _tiled(op, axis, part)
     elif op.type in ("DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"):
         found = [(op.inputs[0], axis)]
     else:
@@ -66,6 +69,12 @@ def reduced_axes(op):
     """Returns which axes of its input a reduction, `tf.reduce_sum` say, takes away, a list; None where that is not known."""
     axes, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].shape.rank
     return None if axes is None or rank is None else [int(axis) % max(rank, 1) for axis in np.reshape(axes, -1)]
+
+
+def reduces_first_axis(op):
+    """Tells whether a reduction, `tf.reduce_sum` say, takes the first axis of its input away; None where that is not known."""
+    axes = reduced_axes(op)
+    return None if axes is None else 0 in axes
 
 
 def product_axes(op):
@@ -171,6 +180,16 @@ def _gathered(op, axis):
     if axis < at + rank - batch:
         return [(indices, axis - at + batch)] + ([(params, at)] if axis == at and params.dtype != tf.resource else [])
     return [(params, axis - rank + batch + 1)]
+
+
+def _tiled(op, axis, part):
+    """Returns the places that a part of an axis of copies is made of: the copies stand around what each is of."""
+    times, (outer, inner) = tf.get_static_value(op.inputs[1]), part
+    if times is not None and times[axis] > 1 and part != WHOLE:
+        if outer == 1:  # which of the copies, as in [copies, batch] of [copies * batch]
+            return []
+        part = (1, inner) if outer == times[axis] else part
+    return [(op.inputs[0], axis, part)]
 
 
 def _reshaped(source, tensor, axis, part):

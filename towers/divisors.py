@@ -4,7 +4,8 @@ from typing import NamedTuple, Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import lies_along_examples, products, reduces_first_axis, values_of
+from towers.along_examples import lies_along_examples, products, values_of
+from towers.axes import reduces_first_axis
 from towers.graph_walk import VARIABLES
 from towers.mapped import written_by
 

@@ -9,8 +9,9 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import COUNTS, EXTREMES, PRODUCTS, SUMS, chooser, values_of
-from towers.axes import product_axes, reduced_axes
+from towers.along_examples import EXTREMES, PRODUCTS, values_of
+from towers.axes import SUMS, product_axes, reduced_axes
+from towers.chosen_rows import COUNTS, chooser, is_one_hot
 from towers.graph_walk import NO_VALUES, SIZES
 
 __all__ = ["warn_of_mixed"]
@@ -148,17 +149,11 @@ def _looked_up(op, own, examples):
         found = list(op.inputs)[:1] if examples.lie_in(op.inputs[1]) else []
     elif op.type in ("MatMul", "Mul"):
         pairs = [tuple(op.inputs)] + ([tuple(op.inputs)[::-1]] if op.type == "Mul" else [])
-        found = [other for one, other in pairs if _is_one_hot(one) and examples.lie_in(op.outputs[0]) and examples.lie_in(one)]
+        found = [other for one, other in pairs if is_one_hot(one) and examples.lie_in(op.outputs[0]) and examples.lie_in(one)]
     else:
         found = []
     own = [source for source in own if any(source is each for each in found)]
     return [source for source in own if source.shape.rank and not examples.lie_in(source)]
-
-
-def _is_one_hot(tensor):
-    while tensor.op.type in ("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient"):
-        tensor = tensor.op.inputs[0]
-    return tensor.op.type == "OneHot"
 
 
 def _is_zero(tensor):

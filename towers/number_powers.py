@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import SUMS, lies_along_examples, sizes_of_examples
-from towers.axes import reduced_axes
+from towers.along_examples import sizes_of_examples
+from towers.axes import SUMS, reduced_axes
 from towers.divisors import DIVIDES, PASSES, RESHAPES, is_given, number_of, size_of
 from towers.graph_walk import VARIABLES, ancestors
 from towers.own_data import takes_own_data
@@ -179,7 +179,7 @@ def _follow(part, powers, examples):
     if op.type in ("Select", "SelectV2") and _is_scalar(inputs[0]):
         return [part._replace(tensor=source) for source in inputs[1:] if number_of(source) is None]
     if op.type in SUMS or op.type == "L2Loss":
-        return _follow_reduction(part, powers.context, examples)
+        return _follow_reduction(part, examples)
     return None
 
 
@@ -198,12 +198,12 @@ def _times(part, factors):
                          is_met=part.is_met or any(power for _, power in factors))
 
 
-def _follow_reduction(part, context, examples):
+def _follow_reduction(part, examples):
     op = part.tensor.op
     source, axes = op.inputs[0], range(op.inputs[0].shape.rank or 1) if op.type == "L2Loss" else reduced_axes(op)
     if axes is None:
         return None
     part = part._replace(tensor=source, is_end=op.type == "L2Loss")  # which squares what it is of
-    if not any(examples.lie_along(source, axis) or axis == 0 and lies_along_examples(source, context) for axis in axes):
+    if not any(examples.lie_along(source, axis) if axis else examples.are_rows_of(source) for axis in axes):
         return [part]
     return None if part.over is not None else [part._replace(over=op, power=part.power + (op.type != "Mean"))]

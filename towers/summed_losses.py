@@ -5,7 +5,7 @@ divided by the number of all: their average is N times too small, and so is ever
 """
 import warnings
 
-from towers.along_examples import lies_along_examples, sizes_of_examples
+from towers.along_examples import sizes_of_examples
 from towers.divisors import are_undone, by_examples, divisors_within, is_a_mean
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES
@@ -36,8 +36,7 @@ def warn_of_sums(losses, towers, examples, stacklevel):
     for term, shape, divisors, is_sum, are_examples in terms_of(losses[0], context, examples):
         if not is_sum:
             others.append((term, divisors))
-        elif by_examples(divisors) or not (
-                are_examples or lies_along_examples(term, context) or examples.lie_along(term)):
+        elif by_examples(divisors) or not are_examples and not examples.are_rows_of(term):
             continue
         elif is_a_mean(shape, divisors, sizes) or is_a_mean(shape, divisors + divisors_within(term, context), sizes):
             means.setdefault((str(shape), divisors), shape)
