@@ -76,8 +76,8 @@ def size_of(tensor, context):
     op = tensor.op
     if op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1 and op.inputs[0].dtype.is_integer:
         shape, first = op.inputs[0].op, tf.get_static_value(op.inputs[1])
-        if shape.type == "Const" and first is not None:
-            return int(tf.get_static_value(shape.outputs[0])[int(first[0])])
+        if shape.type == "Const" and first == [0]:
+            return int(tf.get_static_value(shape.outputs[0])[0])
         return tensor if shape.type == "Shape" and first == [0] and lies_along_examples(shape.inputs[0], context) else None
     counts = op.type == "Size" or op.type == "Sum" and reduces_first_axis(op)
     return tensor if counts and lies_along_examples(op.inputs[0], context) else None
@@ -88,6 +88,9 @@ def number_of(tensor, depth=4):
     while tensor.op.type in ("Enter", "Switch"):  # into a loop or a branch
         tensor = tensor.op.inputs[0]
     value, op = tf.get_static_value(tensor), tensor.op
+    if op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1 and op.inputs[0].op.type == "Const":
+        first = tf.get_static_value(op.inputs[1])  # of a shape that is known: the first of its sizes counts, see `size_of`
+        value = None if first is None or first == [0] else tf.get_static_value(op.inputs[0])[int(first[0])]
     if value is None and op.type in _COMPUTES and tensor.shape.rank == 0 and depth:
         numbers = [number_of(source, depth - 1) for source in op.inputs]
         with np.errstate(all="ignore"):

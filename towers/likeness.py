@@ -23,6 +23,7 @@ _HANDED_ON = frozenset(["Identity", "Enter", "RefEnter", "Print", "CheckNumerics
 # What data come from, for each tower its own: a model function may take them from outside of its arguments.
 _DATA = frozenset(["Placeholder", "IteratorGetNext", "IteratorGetNextSync", "Split", "SplitV", "Unpack", "QueueDequeueV2",
                    "QueueDequeueManyV2", "QueueDequeueUpToV2"])
+_ADDS = frozenset(["Add", "AddV2"])
 # Those that may hold the size of a batch, or as many entries as it has.
 _SIZES = frozenset(["N", "num", "num_elements", "num_split", "shape", "element_shape", "output_shapes", "T", "Tin", "Tout"])
 
@@ -175,6 +176,12 @@ class _Comparison:
             self._report(op, other, "%r has %s, and in tower %d %r has %s"
                          % (op.name, difference[0], self._other.index, other.name, difference[1]))
             return
+        terms = [] if self._same_sizes or op.type not in _ADDS else [_added_up(op), _added_up(other)]
+        if terms and len(terms[0]) != len(terms[1]):  # a loop over the examples, more of them in one tower: all terms alike
+            ends = [[(term.op, term.value_index) for term in of_tower] for of_tower in terms]
+            self._stack.extend((ends[0][min(i, len(ends[0]) - 1)], ends[1][min(i, len(ends[1]) - 1)])
+                               for i in range(max(map(len, ends))))
+            return
         skipped = _seeds(op)
         inputs, others = list(op.inputs), list(other.inputs)
         if op.type == "AddN":  # tf.gradients adds up in whatever order it comes by, which is another where towers wait for others
@@ -267,6 +274,15 @@ def _fill_alike(*ops):
     """Tells whether ops, Const or Fill, have the same value everywhere."""
     values = [_filling(op) for op in ops]
     return values[0] is not None and values[0] == values[1]
+
+
+def _added_up(op):
+    """Returns what is added up one after the other, a list of tensors, the first one first."""
+    terms = []
+    while op.type in _ADDS:
+        terms.append(op.inputs[1])
+        first, op = op.inputs[0], op.inputs[0].op
+    return [first] + terms[::-1]
 
 
 def _shape_alike(*ops):

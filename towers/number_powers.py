@@ -121,9 +121,8 @@ class _Powers:
             is_learned = tensor.op.type == "Sum" and any(op.type in VARIABLES for op in ancestors([tensor]))
             return None if is_learned else 1.0
         if size is not None:  # of a shape that is known: of examples, where it is as long as they are and no variable's
-            shape, first = map(tf.get_static_value, list(tensor.op.inputs)[:2])
-            is_own = size > 1 and size in self._sizes and list(first) == [0] and tuple(shape) not in self._of_variables
-            return 1.0 if is_own else 0.0
+            shape = tf.get_static_value(tensor.op.inputs[0])
+            return 1.0 if size > 1 and size in self._sizes and tuple(shape) not in self._of_variables else 0.0
         return None if number_of(tensor) is None else 0.0
 
     def stand_behind(self, tensor):

@@ -6,8 +6,9 @@ import re
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.conversion import loop_rules
-from tf_syncbn.conversion.factors import Factor, Known, along_first, divide, join, level, multiply, plain, with_sizes
+from tf_syncbn.conversion import loop_rules, row_rules
+from tf_syncbn.conversion.factors import (Factor, Known, along_first, divide, join, level, multiply, plain, sizes_of,
+                                          with_sizes)
 
 __all__ = ["follow", "reduced_axes"]
 
@@ -71,18 +72,9 @@ def _alike(op, inputs):
             axes = along_first(tensor)
         outputs.append(Known(axes))
     if op.type == "Mul" and op.outputs[0].shape.rank == 0:
-        sizes = [_sizes(*pair) for pair in zip(op.inputs, inputs)]
+        sizes = [sizes_of(*pair) for pair in zip(op.inputs, inputs)]
         outputs = [outputs[0]._replace(sizes=None if None in sizes else multiply(sum(sizes, ())))]
     return outputs
-
-
-def _sizes(tensor, known):
-    """Returns the sizes that a scalar or vector holds, see `Known`, constants among them."""
-    if known.sizes is None and tensor.dtype.base_dtype.is_integer and tensor.shape.rank in (0, 1):
-        value = tf.get_static_value(tensor)
-        if value is not None:
-            return tuple((Factor(int(number)),) for number in value.reshape([-1]))
-    return known.sizes
 
 
 def _same(op, inputs):
@@ -118,24 +110,24 @@ def _made_of(output, sizes):
 
 
 def _random(op, inputs):
-    axes = _made_of(op.outputs[0], _sizes(op.inputs[0], inputs[0]))
+    axes = _made_of(op.outputs[0], sizes_of(op.inputs[0], inputs[0]))
     return [Known(axes or along_first(op.outputs[0]))]
 
 
 def _fill(op, inputs):
-    return [Known(_made_of(op.outputs[0], _sizes(op.inputs[0], inputs[0])) or plain(op.outputs[0]))]
+    return [Known(_made_of(op.outputs[0], sizes_of(op.inputs[0], inputs[0])) or plain(op.outputs[0]))]
 
 
 def _broadcast_to(op, inputs):
     axes, rank = inputs[0].axes, op.outputs[0].shape.rank
     if axes is None or rank is None:
         return None
-    made = _made_of(op.outputs[0], _sizes(op.inputs[1], inputs[1]))
+    made = _made_of(op.outputs[0], sizes_of(op.inputs[1], inputs[1]))
     return [Known(join([((),) * (rank - len(axes)) + axes] + ([made] if made else []), op.outputs[0]))]
 
 
 def _tile(op, inputs):
-    axes, times = inputs[0].axes, _sizes(op.inputs[1], inputs[1])
+    axes, times = inputs[0].axes, sizes_of(op.inputs[1], inputs[1])
     if axes is None or times is None:
         return None
     # The copies are the outer factor: so a result divides again.
@@ -154,7 +146,7 @@ def _reshape(op, inputs):
     if inputs[0].axes is None or output.shape.rank is None:
         return None
     wanted = [None if size is None else (Factor(size),) for size in output.shape.as_list()]
-    given = _sizes(op.inputs[1], inputs[1]) or ()
+    given = sizes_of(op.inputs[1], inputs[1]) or ()
     if len(given) == len(wanted):
         wanted = [size if now is None and size != _REST else now for size, now in zip(given, wanted)]
     axes = divide(sum(inputs[0].axes, ()), wanted, output.name)
@@ -189,7 +181,7 @@ def _pack(op, inputs):
         return None
     axis = op.get_attr("axis") % rank
     axes = join([known.axes for known in inputs], op.inputs[0])
-    sizes = [(_sizes(*pair) or (None,))[0] for pair in zip(op.inputs, inputs)] if rank == 1 else None
+    sizes = [(sizes_of(*pair) or (None,))[0] for pair in zip(op.inputs, inputs)] if rank == 1 else None
     return [Known(axes[:axis] + ((Factor(len(inputs)),),) + axes[axis:], sizes and tuple(sizes))]
 
 
@@ -202,7 +194,7 @@ def _unpack(op, inputs):
 
 
 def _concat(op, inputs):
-    sizes = [_sizes(*pair) for pair in zip(list(op.inputs)[:-1], inputs)] if op.outputs[0].shape.rank == 1 else [None]
+    sizes = [sizes_of(*pair) for pair in zip(list(op.inputs)[:-1], inputs)] if op.outputs[0].shape.rank == 1 else [None]
     known, = _alike(op, inputs[:-1])
     return [known._replace(sizes=None if None in sizes else sum(sizes, ()))]
 
@@ -226,7 +218,7 @@ def _strided_slice(op, inputs):
 
 
 def _slice_sizes(op, known):
-    sizes = _sizes(op.inputs[0], known)
+    sizes = sizes_of(op.inputs[0], known)
     begin, end, step = (tf.get_static_value(tensor) for tensor in list(op.inputs)[1:])
     if sizes is None or begin is None or end is None or step is None:
         return None
@@ -234,25 +226,6 @@ def _slice_sizes(op, known):
         return sizes[int(begin[0])],
     return sizes[slice(None if op.get_attr("begin_mask") else int(begin[0]),
                        None if op.get_attr("end_mask") else int(end[0]), int(step[0]))]
-
-
-def _gather(op, inputs):
-    (axes, sizes), indices, output = inputs[0], inputs[1].axes, op.outputs[0]
-    axis = tf.get_static_value(op.inputs[2]) if len(inputs) > 2 else 0
-    if op.type == "ResourceGather":
-        axes = indices and plain(output)[len(indices) - 1:]
-    if not axes or indices is None or axis is None:
-        return None
-    axis = int(axis) % len(axes)
-    # Where indices are of examples, each takes from its own: rows that an offset an example points to, say.
-    of_chosen = 0 if any(map(level, indices)) else level(axes[axis])
-    batch_dims = op.get_attr("batch_dims") if op.type != "Gather" else 0
-    chosen = tuple(factors if level(factors) else (Factor((output.name, axis + i), of_chosen),)
-                   for i, factors in enumerate(indices[batch_dims:]))
-    positions = tf.get_static_value(op.inputs[1])
-    if sizes is not None and positions is not None:
-        sizes = tuple(sizes[int(i)] for i in positions.reshape([-1]))
-    return [Known(axes[:axis] + chosen + axes[axis + 1:], None if positions is None else sizes)]
 
 
 def _matmul(op, inputs):
@@ -285,34 +258,18 @@ def _one_hot(op, inputs):
     return [Known(axes[:axis] + ((Factor((op.name, axis)),),) + axes[axis:])]
 
 
-def _where(op, inputs):
-    return [Known(along_first(op.outputs[0], max(map(level, inputs[0].axes or ()), default=0)))]
-
-
 def _fused(op, inputs):
     return [inputs[0]] + [Known(plain(tensor)) for tensor in list(op.outputs)[1:]]
-
-
-def _counts(op, inputs):
-    """How often each value occurs among all examples, or among those of each row."""
-    return None if op.outputs[0].shape.rank != 1 else [Known(plain(op.outputs[0]))]
-
-
-def _unique(op, inputs):
-    """Values, where each example's is among them, and how often each occurs."""
-    values, which, *counts = op.outputs
-    return [Known(plain(values)), inputs[0]] + [Known(plain(tensor)) for tensor in counts]
 
 
 _RULES = {
     "PlaceholderWithDefault": _placeholder_with_default, "IdentityN": lambda op, inputs: inputs, "Shape": _shape,
     "ShapeN": _shape, "Size": _size, "Fill": _fill, "BroadcastTo": _broadcast_to, "Tile": _tile, "Transpose": _transpose,
     "Reshape": _reshape, "ExpandDims": _expand_dims, "Squeeze": _squeeze, "Pack": _pack, "Unpack": _unpack,
-    "ConcatV2": _concat, "StridedSlice": _strided_slice, "Gather": _gather, "GatherV2": _gather, "ResourceGather": _gather,
-    "MatMul": _matmul, "BatchMatMul": _matmul, "BatchMatMulV2": _matmul, "BatchMatMulV3": _matmul, "Einsum": _einsum,
-    "OneHot": _one_hot, "Where": _where, "Bincount": _counts, "DenseBincount": _counts, "HistogramFixedWidth": _counts,
-    "UniqueWithCounts": _unique, "UniqueWithCountsV2": _unique,
+    "ConcatV2": _concat, "StridedSlice": _strided_slice, "MatMul": _matmul, "BatchMatMul": _matmul, "BatchMatMulV2": _matmul,
+    "BatchMatMulV3": _matmul, "Einsum": _einsum, "OneHot": _one_hot,
     "FusedBatchNorm": _fused, "FusedBatchNormV2": _fused, "FusedBatchNormV3": _fused}
 _RULES.update(loop_rules.RULES)
+_RULES.update(row_rules.RULES)
 _RULES.update(dict.fromkeys(_SAME, _same))
 _RULES.update(dict.fromkeys(_REDUCTIONS, _reduction))

@@ -207,7 +207,8 @@ def _number(op, i, model, number):
 def _number_behind(tensor, model, number):
     """Returns what `_number` does, of what a tensor is computed of."""
     source = tensor.op
-    if source.type in SAME_VALUE + ("Reciprocal", "Inv", "Sub", "IdentityN"):
+    is_share = source.type == "Sub" and _computed_value(source.inputs[1], model) is None  # 1 less what is learned, not n - 1
+    if source.type in SAME_VALUE + ("Reciprocal", "Inv", "Sub", "IdentityN") and not is_share:
         return _number(source, tensor.value_index, model, number)
     if source.type in ("RealDiv", "Div") and source.inputs[0].op not in model.of_data:
         found, is_known = _number(source, 1, model, number)

@@ -5,7 +5,10 @@ its axes anew; an axis of examples that is divided leaves examples along both pa
 """
 from typing import Any, NamedTuple
 
-__all__ = ["Factor", "Known", "along_first", "divide", "join", "level", "multiply", "plain", "union", "with_sizes"]
+import tensorflow.compat.v1 as tf
+
+__all__ = ["Factor", "Known", "along_first", "divide", "join", "level", "multiply", "plain", "sizes_of", "union",
+           "with_sizes"]
 
 
 class Factor(NamedTuple):
@@ -60,6 +63,15 @@ def along_first(tensor, of_examples=1):
 def multiply(sizes):
     """Returns the one size that all multiply to, as `Known.sizes` has it."""
     return (None if None in sizes else sum(sizes, ()),)
+
+
+def sizes_of(tensor, known):
+    """Returns the sizes that a scalar or vector holds, see `Known`, constants among them."""
+    if known.sizes is None and tensor.dtype.base_dtype.is_integer and tensor.shape.rank in (0, 1):
+        value = tf.get_static_value(tensor)
+        if value is not None:
+            return tuple((Factor(int(number)),) for number in value.reshape([-1]))
+    return known.sizes
 
 
 def join(several, tensor):
