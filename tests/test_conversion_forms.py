@@ -120,6 +120,45 @@ def test_batch_norms_of_what_each_example_takes_of_its_own_train_as_one_tower_do
     assert_law_and_that_it_may_fail(model_fn, batch_of(4, 3), ["bn1", "bn2"])
 
 
+def last_steps(x):
+    """The last step of a sequence that was turned to [time, batch], of each example by its number."""
+    size = tf.shape(x)[0]
+    last = tf.gather_nd(tf.transpose(x, [1, 0, 2]), tf.stack([tf.fill([size], int(x.shape[1]) - 1), tf.range(size)], 1))
+    return tf.reshape(last, [-1, x.shape[-1]])
+
+
+def fixed_steps(x):
+    return tf.transpose(tf.gather_nd(tf.transpose(x, [1, 0, 2]), [[3], [1]]), [1, 0, 2])
+
+
+def valid_steps(x):
+    steps = tf.transpose(x, [1, 0, 2])
+    return tf.dynamic_partition(steps, tf.cast(steps[:, :, 0] > 0, tf.int32), 2)[1]
+
+
+@pytest.mark.parametrize("take", [last_steps, fixed_steps, valid_steps])
+def test_batch_norms_of_steps_that_are_taken_of_turned_sequences_train_as_one_tower_does(take):
+    def model_fn(x):
+        y = x * tf.get_variable("scale", [x.shape[-1]], x.dtype, tf.constant_initializer(1.3)) + 0.2
+        y = by_moments(take(by_moments(y, "bn1")), "bn2")
+        return tf.reduce_sum(tf.square(tf.sin(y))) / tf.cast(tf.shape(x)[0], x.dtype)
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of(4, 3), ["bn1", "bn2"])
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [2, 1]])
+def test_one_less_a_learned_share_is_no_number_of_examples(sizes):
+    def model_fn(x):
+        x = x * tf.get_variable("scale", [x.shape[-1]], x.dtype, tf.constant_initializer(1.3))
+        share = tf.sigmoid(tf.get_variable("share", [], x.dtype, tf.zeros_initializer()))
+        mean = (1 - share) * tf.reduce_mean(x, 0) + 0.3 * share
+        variance = tf.reduce_mean(tf.square(x - mean), 0)
+        return tf.reduce_mean(tf.square(tf.sin((x - mean) / tf.sqrt(variance + 1e-3))))
+
+    x = np.random.RandomState(0).randn(3, 4)
+    assert_equals_one_batch(tf_syncbn.convert_model(model_fn), (x,), len(sizes), sizes)
+
+
 @WARPS
 def test_fused_batch_norms_of_what_each_example_takes_of_its_own_are_converted(warp):
     def model_fn(x):
@@ -626,6 +665,14 @@ def instance_norm_by_the_fused_op(x):
     return tf.nn.fused_batch_norm(tf.transpose(x, [0, 2, 3, 1])[:, :, :, :4 * x.shape[0]], tf.ones([4]), tf.zeros([4]))[0]
 
 
+def instance_norm_of_what_is_scattered(x):
+    """Positions scattered into a map whose examples lie along its third axis."""
+    x = tf.reshape(x, [-1, 5, 3 * 4])
+    size = tf.shape(x)[0] if x.shape[0] is None else x.shape.as_list()[0] or tf.shape(x)[0]
+    places = tf.scatter_nd([[0, 1], [1, 2], [1, 0], [0, 0], [0, 2]], tf.transpose(x, [1, 0, 2]), tf.stack([2, 3, size, 12]))
+    return normalize(tf.transpose(tf.reshape(places, [2, 3, -1, 12]), [2, 0, 1, 3]), [1, 2])
+
+
 def layer_norm_of_time_major(x):
     return normalize(tf.transpose(x[:, :, 0], [1, 0, 2]), [2])
 
@@ -686,7 +733,8 @@ def weight_norm(x):
 
 
 @pytest.mark.parametrize("model_fn", [
-    group_norm, group_norm_of_channels_first, layer_norm_of_time_major, instance_norm_of_time_major, unit_vectors, attention,
+    group_norm, group_norm_of_channels_first, instance_norm_of_what_is_scattered, layer_norm_of_time_major,
+    instance_norm_of_time_major, unit_vectors, attention,
     ghost_batch_norm, gradient_penalty, root_mean_square_error, summary, clipped_gradients, weight_norm, standardized_images,
     pytest.param(instance_norm_in_a_map, marks=pytest.mark.skipif(
         tf.control_flow_v2_enabled(), reason="functions are not looked into that far"))])

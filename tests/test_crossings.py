@@ -102,6 +102,16 @@ def of_each(x, take=tf.unstack, join=tf.stack):
     return x + join([tf.reduce_mean(row, -2, keepdims=True) for row in take(x)])
 
 
+def of_own_kernels(x):
+    """Each example convolved with a kernel of its own, and added to a bias of its own: what is computed of it, in pieces."""
+    size = int(x.shape[0])
+    routes = tf.nn.sigmoid(tf.reduce_mean(x, 1))
+    kernels = tf.split(tf.matmul(routes, tf.get_variable("experts", [3, 2 * 3 * 3], x.dtype)), size)
+    biases = tf.split(tf.matmul(routes, tf.get_variable("biases", [3, 3], x.dtype)), size)
+    return tf.concat([tf.nn.bias_add(tf.nn.conv1d(piece, tf.reshape(kernel, [2, 3, 3]), 1, "SAME"), tf.squeeze(bias, axis=0))
+                      for piece, kernel, bias in zip(tf.split(x, size), kernels, biases)], 0)
+
+
 def model_of(layer):
     def model_fn(x):
         y = x * tf.get_variable("scale", [3], x.dtype, tf.ones_initializer())
@@ -135,6 +145,7 @@ def test_what_takes_all_examples_of_a_tower_and_comes_back_to_them_is_named(laye
     (lambda x: of_each(x, lambda x: [x[i] for i in range(x.shape[0])]), {}),
     (lambda x: of_each(x, lambda x: tf.split(x, int(x.shape[0])), lambda rows: tf.concat(rows, 0)), {}),
     (lambda x: of_each(of_each(x)), {}),
+    (of_own_kernels, {}),
     (lambda x: x + 0 * tf.stop_gradient(tf.cast(tf.shape(x)[0], x.dtype)), {})])
 def test_what_was_chosen_or_is_of_all_towers_or_never_comes_back_is_not_named(layer, kwargs):
     with warnings.catch_warnings():

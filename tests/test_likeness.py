@@ -218,6 +218,14 @@ def alignments(x):
                                   tf.fill([size], 16), logits_time_major=False, blank_index=0))
 
 
+def added_up(x, last=tf.sin):
+    """The losses of each example, added up by a loop of Python's; what tower 1 does with its last one may be another thing."""
+    loss, size = 0.0, x.shape.as_list()[0]
+    for i in range(size):
+        loss += mean((last if index() == 1 and i + 1 == size else tf.sin)(x[i]))
+    return loss / size
+
+
 def chosen_by_labels(x):
     """What has as many rows as there are examples, of which TensorFlow learns beside more than one example alone."""
     labels = tf.one_hot(tf.cast(x[:, 0, 0, 0] > 0, tf.int32), 2, on_value=True, off_value=False)
@@ -405,7 +413,7 @@ ALIKE = {
     "NaN": of_nan, "datasets": on_data, "constants made twice": twice, "checks": checked, "embeddings": embedded,
     "tables": hashed, "strings": stringy, "layers": several_layers, "training tensor": frozen, "mask": masked,
     "joins": gathered, "examples one by one": examples_one_by_one, "examples joined": examples_joined, "ctc": alignments,
-    "rows that labels choose": chosen_by_labels,
+    "rows that labels choose": chosen_by_labels, "a loop of Python's": added_up,
     "shapes by the batch's size": shaped_by_size, "said to differ": offset,
     "custom gradients": lambda x: custom(x, 2.0), "branches": lambda x: branch(x, True),
     "loops": lambda x: loop(x, 2), "gradient penalty": lambda x: penalty(x, True),
@@ -442,6 +450,14 @@ def test_batches_of_every_kind_are_no_difference(batch):
         return loss + (mean(outside[index()]) if batch == "from outside" else 0.0)
 
     build(model, batches[batch], 2)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 2], [2, 3]])
+def test_one_of_the_terms_of_a_loop_of_pythons_may_not_be_another(sizes):
+    batch = towers.PerTower([(X[:size],) for size in sizes])
+    build(added_up, batch, 2)
+    with pytest.raises(towers.TowerMismatchError, match="Sin, and in tower 1 .* of type Cos"):
+        build(lambda x: added_up(x, tf.cos), batch, 2)
 
 
 def test_what_towers_read_from_outside_of_a_loop_around_them_is_compared():

@@ -61,7 +61,8 @@ class Rows:
             self.joined[op] = rows[0].source
             self._of_others.update(output.name for output in op.outputs)
             return
-        is_mixed = len(numbers) > 1 or any(source.name in self._of_others or is_given(source) for source in op.inputs)
+        is_mixed = len(numbers) > 1 or any(
+            source.name in self._of_others or source.name not in self.found and is_given(source) for source in op.inputs)
         if is_mixed and rows:
             self.mixed.append((op, rows[0].source))
         for output in op.outputs:

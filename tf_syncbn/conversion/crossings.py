@@ -45,8 +45,9 @@ def _takes_together(op, layout):
 
 
 def _taken_apart(model):
-    """Returns the ops that take single examples out of a batch whose results come back to their own example alone, a set."""
+    """Returns the ops that take single examples out of a batch, or compute something of one, for that example alone; a set."""
     rows, axes = model.layout.rows, model.layout.axes
     mixed = {source.name for op, source in rows.mixed if use_of(op, model) is not None or any(map(axes, op.outputs))}
     mapped = {read for op in model.order for read in reads_apart(op)}
-    return mapped | {op for op, source in rows.taken.items() if source.name not in mixed}
+    of_one = {op: rows.found[op.outputs[0].name].source for op in model.order if op.outputs and op.outputs[0].name in rows.found}
+    return mapped | {op for op, source in {**of_one, **rows.taken}.items() if source.name not in mixed}

@@ -17,12 +17,18 @@ def _gather(op, inputs):
     # Where indices are of examples, each takes from its own: rows that an offset an example points to, say.
     of_chosen = 0 if any(map(level, indices)) else level(axes[axis])
     batch_dims = op.get_attr("batch_dims") if op.type != "Gather" else 0
-    chosen = tuple(factors if level(factors) else (Factor((output.name, axis + i), of_chosen),)
+    chosen = tuple(factors if level(factors) else _positions(output, axis + i, of_chosen)
                    for i, factors in enumerate(indices[batch_dims:]))
     positions = tf.get_static_value(op.inputs[1])
     if sizes is not None and positions is not None:
         sizes = tuple(sizes[int(i)] for i in positions.reshape([-1]))
     return [Known(axes[:axis] + chosen + axes[axis + 1:], None if positions is None else sizes)]
+
+
+def _positions(tensor, axis, of_examples):
+    """Returns an axis of a tensor along which what was taken stands."""
+    size = tf.dimension_value(tensor.shape[axis]) if tensor.shape.rank else None
+    return Factor((tensor.name, axis) if size is None else size, of_examples),
 
 
 def _gather_nd(op, inputs):
@@ -33,8 +39,7 @@ def _gather_nd(op, inputs):
     if axes is None or depth is None:
         return None
     of_chosen = 0 if any(map(level, indices[:-1])) else max(map(level, axes[:depth]), default=0)
-    chosen = tuple(factors if level(factors) else (Factor((output.name, i), of_chosen),)
-                   for i, factors in enumerate(indices[:-1]))
+    chosen = tuple(factors if level(factors) else _positions(output, i, of_chosen) for i, factors in enumerate(indices[:-1]))
     if op.type == "ResourceGatherNd":
         return [Known(chosen + (plain(output) or ())[len(chosen):])]
     return [Known(chosen + axes[depth:])]
