@@ -146,6 +146,24 @@ def test_batch_norms_of_steps_that_are_taken_of_turned_sequences_train_as_one_to
     assert_law_and_that_it_may_fail(model_fn, batch_of(4, 3), ["bn1", "bn2"])
 
 
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_batch_norms_of_correlations_with_each_examples_own_template_train_as_one_tower_does(channels):
+    """As trackers have it: the templates of all examples are one filter, of as many channels as they have together."""
+    def model_fn(x):
+        y = by_moments(tf.matmul(tf.reshape(x, [-1, 3]), tf.get_variable("kernel", [3, channels], x.dtype)), "bn1")
+        image = tf.transpose(tf.reshape(y, [-1, 4, 4, channels]), [1, 2, 0, 3])
+        of_all = tf.shape(x)[0] * channels
+        template = tf.reshape(image[1:3, 1:3], [2, 2, of_all, 1])
+        y = tf.nn.depthwise_conv2d(tf.reshape(image, [1, 4, 4, of_all]), template, [1, 1, 1, 1], "VALID")
+        y = by_moments(tf.transpose(tf.reshape(y, [3, 3, -1, channels]), [2, 0, 1, 3]), "bn2")
+        return tf.reduce_mean(tf.square(tf.reduce_mean(tf.sin(y), [1, 2]) - 0.1))
+
+    assert_law_and_that_it_may_fail(model_fn, batch_of(4, 4, 3), ["bn1", "bn2"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(tf_syncbn.convert_model(model_fn), batch_of(4, 4, 3))
+
+
 @pytest.mark.parametrize("sizes", [[1, 1, 1], [2, 1]])
 def test_one_less_a_learned_share_is_no_number_of_examples(sizes):
     def model_fn(x):

@@ -7,10 +7,12 @@ all of the axis. What a transposed batch, [time, batch], comes to as [time * bat
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes", "reduces_first_axis"]
+__all__ = ["FILTERS", "SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes", "reduces_first_axis"]
 
 WHOLE = (1, 1)
 SUMS = frozenset(["Mean", "Sum"])
+FILTERS = frozenset(["Conv2D", "Conv2DBackpropInput", "Conv3D", "Conv3DBackpropInput", "Conv3DBackpropInputV2",
+                     "DepthwiseConv2dNative", "Dilation2D"])
 
 _REDUCTIONS = frozenset(["All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"])
 _BROADCASTS = frozenset([
@@ -56,6 +58,8 @@ def axes_behind(tensor, axis, part=WHOLE):
         found = [(source, its) for source in list(op.inputs)[:2] if source.shape.rank and its < source.shape.rank]
     elif op.type == "Where":
         found = [(op.inputs[0], each) for each in range(op.inputs[0].shape.rank or 0) if axis == 0]
+    elif op.type in FILTERS:  # whose filters have axes of another kind
+        found = [(op.inputs[2 if "BackpropInput" in op.type else 0], axis)]
     elif op.type == "Tile":
         return _tiled(op, axis, part)
     elif op.type in ("DiagPart", "MatrixDiagPart", "MatrixDiagPartV2", "MatrixDiagPartV3"):

@@ -6,6 +6,7 @@ import re
 
 import tensorflow.compat.v1 as tf
 
+from towers.axes import FILTERS
 from tf_syncbn.conversion import loop_rules, row_rules
 from tf_syncbn.conversion.factors import (Factor, Known, along_first, divide, join, level, multiply, plain, sizes_of,
                                           with_sizes)
@@ -134,6 +135,12 @@ def _tile(op, inputs):
     return [Known(tuple(
         (many or ()) + axis if many is None or level(many) or level(axis) else own
         for many, axis, own in zip(times, axes, plain(op.outputs[0]))))]
+
+
+def _filtered(op, inputs):
+    """The axes of a filter are none of the output's, even where each example has one of its own."""
+    of = inputs[2 if "BackpropInput" in op.type else 0]
+    return _alike(op, [of] if any(map(level, of.axes or ())) else inputs)
 
 
 def _transpose(op, inputs):
@@ -270,6 +277,7 @@ _RULES = {
     "BatchMatMulV3": _matmul, "Einsum": _einsum, "OneHot": _one_hot,
     "FusedBatchNorm": _fused, "FusedBatchNormV2": _fused, "FusedBatchNormV3": _fused}
 _RULES.update(loop_rules.RULES)
+_RULES.update(dict.fromkeys(FILTERS, _filtered))
 _RULES.update(row_rules.RULES)
 _RULES.update(dict.fromkeys(_SAME, _same))
 _RULES.update(dict.fromkeys(_REDUCTIONS, _reduction))
