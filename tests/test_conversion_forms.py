@@ -146,6 +146,22 @@ def test_batch_norms_of_steps_that_are_taken_of_turned_sequences_train_as_one_to
     assert_law_and_that_it_may_fail(model_fn, batch_of(4, 3), ["bn1", "bn2"])
 
 
+def test_a_batch_norm_of_a_first_state_of_zeros_is_converted_as_those_of_later_states_are():
+    """It depends on no data, as a standardized weight does, but it has moving averages, which the later ones share."""
+    def model_fn(x):
+        kernel = tf.get_variable("kernel", [3, 3], x.dtype, tf.constant_initializer(0.3))
+        state = tf.zeros([int(x.shape[0]), 3], x.dtype)
+        for step in range(3):
+            with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
+                state = tf.tanh(x[:, step] + by_moments(tf.matmul(state, kernel), "bn"))
+        return tf.reduce_mean(tf.square(tf.sin(state)))
+
+    for sizes in SIZES:
+        converted = tf_syncbn.convert_model(model_fn)
+        assert_equals_one_batch(converted, batch_of(3, 3), len(sizes), sizes, update_ops="none")
+        assert len(converted.converted) == 3
+
+
 @pytest.mark.parametrize("channels", [2, 3, 4])
 def test_batch_norms_of_correlations_with_each_examples_own_template_train_as_one_tower_does(channels):
     """As trackers have it: the templates of all examples are one filter, of as many channels as they have together."""

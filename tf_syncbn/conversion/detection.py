@@ -13,7 +13,7 @@ from towers.graph_walk import calls_of
 from towers.private import control_flow_now, control_flow_of, forward_op_of
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
-from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables
+from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables, find_statistics, find_updates
 from tf_syncbn.conversion.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
@@ -68,6 +68,8 @@ def find_batch_norms(ops, batch):
             batch_norm = _moments(op, model)
             if batch_norm is not None:
                 (of_variables if op in model.of_weights else found).append(batch_norm)
+    averaged = _with_averages(of_variables, ops, batch)  # a first state of zeros, say: weights have no moving averages
+    found, of_variables = found + averaged, [batch_norm for batch_norm in of_variables if batch_norm not in averaged]
     known = {op for batch_norm in found for op in batch_norm.ops}
     known |= {root for batch_norm in found for root in roots_of(batch_norm.op) if not model.layout.axes(root.outputs[0])}
     for op in ops:
@@ -87,6 +89,13 @@ def find_batch_norms(ops, batch):
         in_order = sorted(counts.items(), key=lambda item: (model.order[item[0][0]], item[0][1]))
         found[k] = batch_norm._replace(counts=dict(in_order))
     return Found(found, suspects, of_variables, model, known)
+
+
+def _with_averages(batch_norms, ops, batch):
+    """Returns those of some batch norms whose moments go into what a variable is written."""
+    statistics = find_statistics(ops, batch, batch_norms) if batch_norms else {}
+    of_updates = {index for op in find_updates(ops, statistics) for index, _ in statistics[op]}
+    return [batch_norm for index, batch_norm in enumerate(batch_norms) if index in of_updates]
 
 
 def find_hidden(ops):
