@@ -88,8 +88,8 @@ def number_of(tensor, depth=4):
     while tensor.op.type in ("Enter", "Switch"):  # into a loop or a branch
         tensor = tensor.op.inputs[0]
     value, op = tf.get_static_value(tensor), tensor.op
-    if op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1 and op.inputs[0].op.type == "Const":
-        first = tf.get_static_value(op.inputs[1])  # of a shape that is known: the first of its sizes counts, see `size_of`
+    if value is None and op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1 and op.inputs[0].op.type == "Const":
+        first = tf.get_static_value(op.inputs[1])  # of a shape that is known, whose first size `size_of` counts
         value = None if first is None or first == [0] else tf.get_static_value(op.inputs[0])[int(first[0])]
     if value is None and op.type in _COMPUTES and tensor.shape.rank == 0 and depth:
         numbers = [number_of(source, depth - 1) for source in op.inputs]
