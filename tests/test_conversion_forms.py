@@ -702,7 +702,7 @@ def instance_norm_by_the_fused_op(x):
 def instance_norm_of_what_is_scattered(x):
     """Positions scattered into a map whose examples lie along its third axis."""
     x = tf.reshape(x, [-1, 5, 3 * 4])
-    size = tf.shape(x)[0] if x.shape[0] is None else x.shape.as_list()[0] or tf.shape(x)[0]
+    size = x.shape.as_list()[0] or tf.shape(x)[0]
     places = tf.scatter_nd([[0, 1], [1, 2], [1, 0], [0, 0], [0, 2]], tf.transpose(x, [1, 0, 2]), tf.stack([2, 3, size, 12]))
     return normalize(tf.transpose(tf.reshape(places, [2, 3, -1, 12]), [2, 0, 1, 3]), [1, 2])
 

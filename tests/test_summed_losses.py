@@ -118,6 +118,7 @@ SUMS = {
     "times a quotient of numbers": lambda x: tf.constant(0.7, x.dtype) / tf.constant(5.0, x.dtype) * tf.reduce_sum(squares(x)),
     "times its inverse": lambda x: (1.0 / B) * tf.reduce_sum(squares(x)),
     "of all entries": lambda x: tf.reduce_sum(squares(x)) / (B * C),
+    "by as many classes as a tower has examples": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.shape(x)[1] * B * 2, x.dtype),
     "of a number fed": lambda x: tf.reduce_sum(squares(x)) / fed(x),
     "of classes, then examples": lambda x: tf.reduce_sum(tf.reduce_sum(squares(x), 1)) / B,
     "of squares": lambda x: tf.nn.l2_loss(squares(x)),

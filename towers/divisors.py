@@ -88,15 +88,23 @@ def number_of(tensor, depth=4):
     while tensor.op.type in ("Enter", "Switch"):  # into a loop or a branch
         tensor = tensor.op.inputs[0]
     value, op = tf.get_static_value(tensor), tensor.op
-    if value is None and op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1 and op.inputs[0].op.type == "Const":
-        first = tf.get_static_value(op.inputs[1])  # of a shape that is known, whose first size `size_of` counts
-        value = None if first is None or first == [0] else tf.get_static_value(op.inputs[0])[int(first[0])]
+    if value is None and op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") == 1:
+        value = _size_along(op.inputs[0].op, tf.get_static_value(op.inputs[1]))
     if value is None and op.type in _COMPUTES and tensor.shape.rank == 0 and depth:
         numbers = [number_of(source, depth - 1) for source in op.inputs]
         with np.errstate(all="ignore"):
             value = None if None in numbers else _COMPUTES[op.type](*map(np.float64, numbers))
         return float(value) if value is not None and np.isfinite(value) else None
     return float(np.reshape(value, -1)[0]) if value is not None and np.size(value) == 1 else None
+
+
+def _size_along(shape, axis):
+    """Returns a size of a shape that is known, but the first one, which `size_of` counts; else None. `axis` is an array [1]."""
+    if axis is None or len(axis) != 1 or not axis[0] or shape.type not in ("Const", "Shape"):
+        return None
+    if shape.type == "Const":
+        return tf.get_static_value(shape.outputs[0])[int(axis[0])]
+    return tf.dimension_value(shape.inputs[0].shape[int(axis[0])]) if shape.inputs[0].shape.rank else None
 
 
 def is_given(tensor):
