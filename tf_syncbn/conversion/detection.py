@@ -68,8 +68,8 @@ def find_batch_norms(ops, batch):
             batch_norm = _moments(op, model)
             if batch_norm is not None:
                 (of_variables if op in model.of_weights else found).append(batch_norm)
-    averaged = _with_averages(of_variables, ops, batch)  # a first state of zeros, say: weights have no moving averages
-    found, of_variables = found + averaged, [batch_norm for batch_norm in of_variables if batch_norm not in averaged]
+    averaged, of_variables = _by_averages(of_variables, ops, batch)
+    found += averaged  # a first state of zeros, say: weights have no moving averages
     known = {op for batch_norm in found for op in batch_norm.ops}
     known |= {root for batch_norm in found for root in roots_of(batch_norm.op) if not model.layout.axes(root.outputs[0])}
     for op in ops:
@@ -91,11 +91,14 @@ def find_batch_norms(ops, batch):
     return Found(found, suspects, of_variables, model, known)
 
 
-def _with_averages(batch_norms, ops, batch):
-    """Returns those of some batch norms whose moments go into what a variable is written."""
-    statistics = find_statistics(ops, batch, batch_norms) if batch_norms else {}
-    of_updates = {index for op in find_updates(ops, statistics) for index, _ in statistics[op]}
-    return [batch_norm for index, batch_norm in enumerate(batch_norms) if index in of_updates]
+def _by_averages(batch_norms, ops, batch):
+    """Returns those of some batch norms whose moments go into what a variable is written, and the others: two lists."""
+    if not batch_norms:
+        return [], []
+    statistics = find_statistics(ops, batch, batch_norms)
+    averaged = {index for op in find_updates(ops, statistics) for index, _ in statistics[op]}
+    return [[batch_norm for index, batch_norm in enumerate(batch_norms) if (index in averaged) == is_averaged]
+            for is_averaged in (True, False)]
 
 
 def find_hidden(ops):
