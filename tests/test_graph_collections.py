@@ -250,3 +250,24 @@ def test_what_fails_after_the_model_function_leaves_the_collections_as_they_were
     with pytest.raises(towers.TowerMismatchError):
         build(model, (X,), 2)
     assert not tf.get_collection(tf.GraphKeys.UPDATE_OPS)
+
+
+def test_a_graph_is_imported_into_a_tower_with_what_its_collections_name():
+    """As a module of TensorFlow Hub does where it is called, of which another made the variables."""
+    with tf.Graph().as_default():
+        x = tf.placeholder(tf.float64, [None, 3], name="x")
+        tf.multiply(x, tf.placeholder(tf.float64, [3], name="w"), name="y")
+        tf.add_to_collection(tf.GraphKeys.REGULARIZATION_LOSSES, tf.nn.l2_loss(tf.tanh(x), name="penalty"))
+        module = tf.train.export_meta_graph()
+    penalties = []
+
+    def model(x):
+        w = tf.get_variable("w", [3], tf.float64, tf.ones_initializer())
+        tf.train.import_meta_graph(module, input_map={"x:0": x, "w:0": tf.identity(w)}, import_scope="applied")
+        penalty, = tf.losses.get_regularization_losses()
+        penalties.append(penalty.op.name)
+        outputs = tf.get_default_graph().get_tensor_by_name(penalty.op.name.replace("penalty", "y:0"))
+        return tf.reduce_mean(tf.square(outputs - 1)) + penalty / tf.cast(tf.shape(x)[0], x.dtype)
+
+    assert_equals_one_batch(model, (X,), 2)
+    assert {"tower_0/applied/penalty", "tower_1/applied/penalty"} <= set(penalties)

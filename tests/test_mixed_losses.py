@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import tf_syncbn
 import towers
 from tests.support import build, cpus
 from towers.testing import assert_equals_one_batch
@@ -127,7 +128,69 @@ def centers(x, classes):
     return tf.unsorted_segment_mean(features(x), classes, 7)
 
 
+def less_their_mean(x):
+    return features(x) - tf.reduce_mean(features(x), 0)
+
+
+def apart_from(prototypes, x, classes):
+    distances_of = tf.reduce_sum(tf.square(features(x)[:, None] - prototypes[None]), 2)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=classes, logits=-distances_of))
+
+
+def by_product(x, classes):
+    """Prototypes of classes, sums over one-hot labels."""
+    return tf.matmul(one_hot(classes), features(x), transpose_a=True) / (1 + tf.reduce_sum(one_hot(classes), 0))[:, None]
+
+
+def by_masks(x, classes):
+    return tf.stack([tf.reduce_sum(tf.boolean_mask(features(x), tf.equal(classes, k)), 0) for k in range(3)])
+
+
+def by_partitions(x, classes):
+    return tf.stack([tf.reduce_sum(part, 0) for part in tf.dynamic_partition(features(x), tf.cast(classes, tf.int32), 3)])
+
+
+def targets(x):
+    """What deep embedded clustering trains assignments to."""
+    p = tf.nn.softmax(features(x)) ** 2
+    p /= tf.reduce_sum(p, 0)
+    return p / tf.reduce_sum(p, 1, keepdims=True)
+
+
+def aligned(x):
+    """Guesses as often of each class as the batch's are, as ReMixMatch aligns them."""
+    q = tf.nn.softmax(features(x)) / tf.reduce_mean(tf.nn.softmax(features(x)), 0)
+    return q / tf.reduce_sum(q, 1, keepdims=True)
+
+
+def whitened(x):
+    y = features(x)
+    covariance = tf.matmul(y, y, transpose_a=True) / tf.cast(tf.shape(x)[0], x.dtype)
+    return tf.matmul(y, tf.linalg.inv(covariance + tf.eye(C, dtype=x.dtype)))
+
+
+def normalized_by_hand(x):
+    """A batch norm that is the tower's own, and has no averages."""
+    return tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, weights(x.dtype), 1e-3)
+
+
 MIXED = {
+    "features less their mean": lambda x, *_: tf.reduce_mean(tf.square(less_their_mean(x))),
+    "features over their largest": lambda x, *_: tf.reduce_mean(tf.square(features(x) / tf.reduce_max(x, 0, keepdims=True))),
+    "features and their mean": lambda x, *_: tf.reduce_mean(tf.sin(features(x) + tf.matmul(
+        tf.reduce_mean(features(x), 0, keepdims=True), tf.diag(weights(x.dtype))))),
+    "prototypes by a product": lambda x, _, classes: apart_from(by_product(x, classes), x, classes),
+    "prototypes by masks": lambda x, _, classes: apart_from(by_masks(x, classes), x, classes),
+    "prototypes by partitions": lambda x, _, classes: apart_from(by_partitions(x, classes), x, classes),
+    "prototypes by segments": lambda x, _, classes: apart_from(centers(x, classes), x, classes),
+    "targets of clusters": lambda x, *_: -tf.reduce_mean(tf.reduce_sum(
+        tf.stop_gradient(targets(x)) * tf.log(tf.nn.softmax(features(x))), 1)),
+    "aligned guesses": lambda x, *_: -tf.reduce_mean(tf.reduce_sum(aligned(x) * tf.log(tf.nn.softmax(x)), 1)),
+    "whitened features": lambda x, *_: tf.reduce_mean(tf.sin(whitened(x))),
+    "a batch norm by hand": lambda x, *_: tf.reduce_mean(tf.sin(normalized_by_hand(x))),
+    "features less their mean, beside a number": lambda x, mask, _: {
+        "loss": tf.reduce_sum(tf.reduce_sum(tf.square(less_their_mean(x)), 1) * mask) / tf.reduce_sum(mask),
+        "weight": tf.reduce_sum(mask)},
     "as long as the longest": lambda x, *_: tf.reduce_mean(tf.square(features(x)[:, :tf.reduce_max(lengths(x))])),
     "as long as the longest, of each": lambda x, *_: tf.reduce_mean(tf.exp(tf.reduce_mean(
         tf.slice(features(x), [0, 0], tf.stack([tf.shape(x)[0], tf.reduce_max(lengths(x))])), 1))),
@@ -363,6 +426,11 @@ MEANS = {
     "over the number of tf.where, counted": lambda x, mask, _: {
         "loss": tf.reduce_sum(losses(x) * mask) / number_of(mask), "weight": number_of(mask)},
     "beside the number of tf.where": lambda x, mask, _: tf.reduce_mean(losses(x)) + 0 * tf.stop_gradient(number_of(mask)),
+    "each over a number in a vector, counted": lambda x, mask, _: {
+        "loss": tf.reduce_sum(losses(x) * mask / tf.reduce_sum(mask, 0, keepdims=True)), "weight": tf.reduce_sum(mask)},
+    "features less the mean of all towers": lambda x, *_: tf.reduce_mean(tf.square(
+        features(x) - towers.all_reduce(tf.reduce_sum(features(x), 0)) / towers.all_reduce(tf.ones([], x.dtype) * tf.cast(
+            tf.shape(x)[0], x.dtype)))),
     "a power of 1": lambda x, *_: 0.3 * tf.pow(tf.reduce_mean(losses(x)), 1.),
     "values less rewards without an axis, not squared": lambda x, mask, _: tf.reduce_mean(values(x) - mask),
     "values against rewards": lambda x, mask, _: tf.reduce_mean(tf.square(mask[:, None] - values(x))),
@@ -524,6 +592,72 @@ def test_the_warning_names_what_mixes():
     assert [w.filename for w in caught if WORDS in str(w.message)] == [__file__]
     with pytest.warns(UserWarning, match="is divided by what depends on .*return that number as \"weight\""):
         build(MIXED["dice"], BATCH, 2)
+
+
+def with_averages(x, moments):
+    moving = [tf.get_variable(name, [C], x.dtype, tf.ones_initializer(), trainable=False) for name in ("mean", "variance")]
+    return [tf.assign(variable, 0.9 * variable + 0.1 * moment) for variable, moment in zip(moving, moments)]
+
+
+def in_line(x):
+    moments = tf.nn.moments(x, [0])
+    with tf.control_dependencies(with_averages(x, moments)):
+        return tf.nn.batch_normalization(x, *moments, None, weights(x.dtype), 1e-3)
+
+
+def by_squares(x):
+    mean = tf.reduce_mean(x, 0)
+    variance = tf.reduce_mean(tf.square(x), 0) - tf.square(mean)
+    for update in with_averages(x, (mean, variance)):
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
+    return tf.nn.batch_normalization(x, mean, variance, None, weights(x.dtype), 1e-3)
+
+
+def by_an_average(x):
+    moments = tf.nn.moments(x, [0])
+    average = tf.train.ExponentialMovingAverage(0.9)
+    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, average.apply(list(moments)))
+    return tf.nn.batch_normalization(x, *moments, None, weights(x.dtype), 1e-3)
+
+
+OWN_BATCH_NORMS = {
+    "in line": in_line, "squares": by_squares, "an average": by_an_average,
+    "tf.layers": lambda x: tf.layers.batch_normalization(x * weights(x.dtype), training=True),
+    "tf.layers, twice": lambda x: tf.layers.batch_normalization(tf.nn.relu(
+        tf.layers.batch_normalization(x * weights(x.dtype), training=True)), training=True),
+    "tf.layers by a placeholder": lambda x: tf.layers.batch_normalization(
+        x * weights(x.dtype), training=tf.placeholder_with_default(True, [])),
+    "tf.layers, not fused": lambda x: tf.layers.batch_normalization(
+        (x * weights(x.dtype))[:, None, None], training=True, fused=False)[:, 0, 0],
+    "tf.layers, renormalized": lambda x: tf.layers.batch_normalization(
+        tf.cast(x, tf.float32) * weights(tf.float32), training=True, renorm=True),
+    "synchronized": lambda x: tf_syncbn.sync_batch_norm(x * weights(x.dtype))}
+
+
+@pytest.mark.parametrize("sizes", [[6, 6], [1, 11], None])
+@pytest.mark.parametrize("name", sorted(OWN_BATCH_NORMS))
+def test_batch_norms_that_move_averages_may_be_the_towers_own(name, sizes, silent):
+    """Whoever wants them synchronized converts the model."""
+    def model_fn(x):
+        return tf.reduce_mean(tf.sin(OWN_BATCH_NORMS[name](x)))
+
+    build(model_fn, (unsized(tf.constant(X)),) if sizes is None else towers.PerTower(
+        [(part,) for part in np.split(X, np.cumsum(sizes)[:-1])]))
+
+
+def test_what_a_converted_model_is_told_of_is_not_said_twice():
+    def model_fn(x, *_):
+        y = tf.layers.batch_normalization(x * weights(x.dtype), training=True)
+        return tf.reduce_mean(tf.square(y - tf.reduce_max(y, 0)))
+
+    with pytest.warns(UserWarning, match="of all examples of a tower together that comes back to each of them") as caught:
+        build(tf_syncbn.convert_model(model_fn), BATCH, 2)
+    assert not [w for w in caught if WORDS in str(w.message)]
+
+
+def test_what_comes_back_to_examples_is_named():
+    with pytest.warns(UserWarning, match=r"comes back to each of them \('tower_0/moments/(variance|mean)'\).*convert_model"):
+        build(MIXED["a batch norm by hand"], BATCH, 2)
 
 
 def test_a_deep_model_is_followed_without_recursion(silent):

@@ -48,6 +48,7 @@ class TowerContext:
       spans: list of `Span`, ops that `span` and `may_differ` hold together.
       asked: `towers.estimators.tower_optimizer.Asked`, what optimizers of the model function were asked for; None where nobody
         carries it out.
+      is_examined: bool, whether what takes all examples together and comes back to each was looked for already.
     """
 
     def __init__(self, index: int, num_towers: int, device: str, aggregation_device: str, training: Union[bool, Tensor],
@@ -64,6 +65,7 @@ class TowerContext:
         self.batch: tuple = ()
         self.spans: List[Span] = []
         self.asked: Any = None
+        self.is_examined = False
 
     def __repr__(self) -> str:
         return "TowerContext(index=%d, num_towers=%d, device=%r)" % (self.index, self.num_towers, self.device)

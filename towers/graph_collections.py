@@ -109,7 +109,9 @@ def _names_as_in_one_tower(graph, name_scope):
 
     def unique_name(name, mark_as_used=True):
         made = get_name(name, mark_as_used)
-        return made if mark_as_used else outside_of_tower(made, name_scope)  # which says what a variable is called
+        # What an average would be called, of which variable or tensor; else a scope to import a graph into.
+        is_of_average = not mark_as_used and _is_op(graph, name.rpartition("/")[0])
+        return outside_of_tower(made, name_scope) if is_of_average else made
 
     # What TensorFlow itself looks up, tf.losses.get_total_loss for one, it asks the graph for; the name of an average too.
     there = {"get_collection": (get_all, get_collection), "unique_name": (get_name, unique_name)}
@@ -122,6 +124,13 @@ def _names_as_in_one_tower(graph, name_scope):
             delattr(graph, name)
             if getattr(graph, name) != before:  # which somebody else put there
                 setattr(graph, name, before)
+
+
+def _is_op(graph, name):
+    try:
+        return graph.get_operation_by_name(name) is not None
+    except KeyError:
+        return False
 
 
 def _by_variable(added):

@@ -3,7 +3,8 @@
 Towers average their losses. A mean over examples, and sums of such means, come to those of the whole batch; a square root of a
 mean, a quotient of two sums (dice, or a mask's loss over the mask's size), the k largest losses or distances of each example to
 each other do not, and train otherwise in silence. A loss is followed from its end: whatever sum or mean over the examples it
-takes otherwise than by additions and products with what all towers have in common is one that mixes them.
+takes otherwise than by additions and products with what all towers have in common is one that mixes them. So is what the model
+computes of all examples together and gives back to each: prototypes of classes, or features less their mean.
 """
 import warnings
 
@@ -12,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from towers.along_examples import EXTREMES, PRODUCTS, values_of
 from towers.axes import SUMS, product_axes, reduced_axes
 from towers.chosen_rows import COUNTS, chooser, is_one_hot
-from towers.graph_walk import NO_VALUES, SIZES
+from towers.graph_walk import NO_VALUES, SIZES, writes_of
 
 __all__ = ["warn_of_mixed"]
 
@@ -34,14 +35,22 @@ _HOW = {"divides": "is divided by what depends on the tower's own examples (%r)"
         "chooses": "is of a part of the tower's examples, chosen among all of them (%r)",
         "shares": "gives each of the tower's examples a part of what is computed of all of them (%r)",
         "counts": "is a mean over as many of the tower's examples as its data say (%r)",
-        "lengths": "takes a mean along an axis that is as long as the tower's own examples say (%r)"}
+        "lengths": "takes a mean along an axis that is as long as the tower's own examples say (%r)",
+        "returns": "is of what is computed of all of the tower's examples together and comes back to each of them (%r)"}
+_RETURNS = ("returns", None)  # which op it is shows later
+_MENDS = {"returns": "Compute that of all towers' examples, by towers.all_reduce or towers.all_gather; a batch norm by "
+                     "tf_syncbn.convert_model or tf_syncbn.sync_batch_norm."}
+_MEND = ("Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside the \"loss\"; else compute "
+         "what takes all examples together by towers.all_reduce or towers.all_gather, or write a loss for each example and take "
+         "their mean.")
 
 
 def warn_of_mixed(losses, towers, examples, stacklevel):
     """Warns, once, if tower 0's loss is no mean over its examples, and returns whether it is.
 
     Only what is sure is said. What a model function hands out as a "weight" that it counted of its data is taken for what its
-    loss is divided by.
+    loss is divided by. A batch norm that moves averages is taken for one that is meant to be the tower's own, and of a converted
+    model `convert_model` has said what comes back to the examples.
 
     Args:
       losses: list over towers of scalar tensors.
@@ -52,7 +61,9 @@ def warn_of_mixed(losses, towers, examples, stacklevel):
     outputs = towers[0].outputs
     weight = outputs.get("weight") if isinstance(outputs, dict) else None
     is_counted = tf.is_tensor(weight) and examples.are_in(weight)
-    for kind, op in _mixes(losses[0], examples):
+    for kind, op in _mixes(losses[0], examples, _averaged(towers[0], examples), not towers[0].context.is_examined):
+        if is_counted and kind == "returns" and not _is_of_others(op, weight, examples):
+            continue
         if is_counted and kind in ("means", "divides", "counts"):
             if kind == "means" or _is_of_others(op, weight, examples):
                 warnings.warn(
@@ -63,10 +74,7 @@ def warn_of_mixed(losses, towers, examples, stacklevel):
         elif kind != "means":
             warnings.warn(
                 "The loss of a tower (%r) %s, so it is no mean over examples, and the towers' average of it is not the loss of "
-                "the whole batch. Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside "
-                "the \"loss\"; else compute what takes all examples together by towers.all_reduce or towers.all_gather, or "
-                "write a loss for each example and take their mean." % (losses[0].name, _HOW[kind] % op.name),
-                stacklevel=stacklevel)
+                "the whole batch. %s" % (losses[0].name, _HOW[kind] % op.name, _MENDS.get(kind, _MEND)), stacklevel=stacklevel)
             return True
     return False
 
@@ -78,13 +86,33 @@ def _is_of_others(op, weight, examples):
     return bool(of_number and of_weight) and of_number.isdisjoint(of_weight)
 
 
-def _mixes(loss, examples):
-    """Yields (kind, op) where a loss takes examples together otherwise than by their sum."""
+def _averaged(tower, examples):
+    """Returns the ops of what is one for all of a tower's examples and goes into a variable, as a moving average does; a set."""
+    seen, stack = set(), [tensor for op in writes_of(tower.ops) for tensor in op.inputs]
+    while stack:
+        tensor = stack.pop()
+        if tensor.op not in seen and not examples.lie_in(tensor) and not examples.end_at(tensor):
+            seen.add(tensor.op)
+            stack.extend(tensor.op.inputs)
+    return seen
+
+
+def _mixes(loss, examples, averaged, follows_returned):
+    """Yields (kind, op) where a loss takes examples together otherwise than by their sum.
+
+    Args:
+      loss: scalar tensor.
+      examples: `towers.along_examples.Examples`.
+      averaged: set of ops behind which nothing is looked for that comes back to examples.
+      follows_returned: bool, whether anything is.
+    """
     seen, stack = set(), [(loss, None)]
     while stack:
         tensor, reason = stack.pop()
         op = tensor.op
         if (tensor.name, reason) in seen or examples.end_at(tensor) or not examples.are_in(tensor):
+            continue
+        if reason is _RETURNS and op in averaged:
             continue
         seen.add((tensor.name, reason))
         own = [source for source in values_of(op) if examples.are_in(source)]
@@ -96,18 +124,24 @@ def _mixes(loss, examples):
             chosen_by = chooser(op.inputs[0])
             if reason is None and chosen_by is not None and (op.type == "Mean" or chosen_by.type not in COUNTS):
                 reason = ("counts" if chosen_by.type in COUNTS else "chooses", chosen_by)
-            if reason is not None or op.type == "Mean":
+            if reason is _RETURNS:
+                yield "returns", op
+            elif reason is not None or op.type == "Mean":
                 yield reason or ("means", op)
         elif op.type == "TopKV2" and op.inputs[0].shape.rank and examples.lie_along(op.inputs[0], op.inputs[0].shape.rank - 1):
             yield "chooses", op
         elif (reason is not None or op.type not in _ADDS) and _holds_pairs(op, examples):
             yield "pairs", op
         elif reason is not None and examples.are_added_up(op):
-            yield reason
+            yield reason if reason is not _RETURNS else ("returns", op)
         elif op.type in _EXTREMES_OF_CLASSES and examples.are_in_classes(op):
-            yield reason or ("computes", op)
+            yield reason if reason not in (None, _RETURNS) else ("computes", op)
         stack.extend(_sources(tensor, own, reason, examples))
-        stack.extend((source, ("shares", op)) for source in _looked_up(op, own, examples))
+        looked_up = _looked_up(op, own, examples)
+        stack.extend((source, ("shares", op)) for source in looked_up)
+        if follows_returned and examples.lie_in(tensor):
+            stack.extend((source, _RETURNS) for source in own if source.shape.rank and not any(
+                source is each for each in looked_up) and not examples.lie_in(source) and not examples.are_spread(source))
 
 
 def _is_over_lengths(op, examples):

@@ -108,7 +108,8 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
         tower = current_tower()
         if tower is None:
             return model_fn(*args, **kwargs)
-        added, batch = Added(tf.get_default_graph()), [leaf for leaf in tf.nest.flatten([args, kwargs]) if tf.is_tensor(leaf)]
+        added = Added(tf.get_default_graph())
+        batch = [leaf for leaf in tf.nest.flatten([args, kwargs], expand_composites=True) if tf.is_tensor(leaf)]
         with _noting_recorded() as recorded:
             outputs = model_fn(*args, **kwargs)
         refuse_training(added.ops(), added.items(tf.GraphKeys.TRAIN_OP) if tower.asked is None else ())
@@ -165,6 +166,7 @@ def _find(added, batch, outputs, only, tower):
     if tower.is_first and tower.num_towers > 1:
         crossings = find_crossings(model, known, ancestors([leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]))
         _warn_of_crossings([_scope_of(op, tower) for op in crossings], unknown, only)
+    tower.is_examined = True
     if found and unknown and tower.is_first:
         warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
                       "tower: %s. %s" % (", ".join(map(repr, unknown)), _MEND), stacklevel=4)
