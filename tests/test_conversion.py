@@ -831,8 +831,9 @@ def test_batch_norms_of_noise_are_found():
 
 
 @pytest.mark.skipif(not has_tf_layers() or IS_TF1, reason="Keras 2 of TensorFlow 2 has it by the fused op")
-@pytest.mark.parametrize("size", [7, None])
+@pytest.mark.parametrize("size", [7, 2, None])
 def test_layer_normalization_stays_as_it_is(size):
+    """In towers of one example too, the second of them."""
     def model_fn(x):
         y = tf.keras.layers.LayerNormalization(name="ln")(x)
         return tf.reduce_mean(fused(tf.reshape(y, [-1, 5, 4, 3]), "bn"))

@@ -261,6 +261,16 @@ def each_group(x):
     return tf.reshape(normalize(grouped, [0, 1, 3]), tf.shape(x))
 
 
+def axes_of(x):
+    """All axes but the last one, computed as Lingvo's layer does."""
+    return tf.range(0, tf.rank(x) - 1)
+
+
+def of_computed_axes(x):
+    mean = tf.reduce_mean(x, axes_of(x))
+    return (x - mean) * tf.rsqrt(tf.reduce_mean(tf.math.squared_difference(x, mean), axes_of(x)) + 1e-3)
+
+
 def all_at_once(x):
     return normalize(x, list(range(x.shape.rank)))
 
@@ -271,7 +281,8 @@ def stacked(x):
 
 @pytest.mark.parametrize("layer, shape", [
     (transposed, [4, 3]), (switchable, [4, 3]), (matrix_transposed, [3]), (time_major, [4, 3]), (time_major_and_flat, [4, 3]),
-    (of_unknown_sizes, [4, 3]), (expanded, [4, 3]), (each_activation, [4, 3]), (each_group, [2, 4]), (all_at_once, [4, 3])])
+    (of_unknown_sizes, [4, 3]), (expanded, [4, 3]), (each_activation, [4, 3]), (each_group, [2, 4]), (all_at_once, [4, 3]),
+    (of_computed_axes, [4, 3])])
 def test_examples_are_followed_to_the_axis_that_they_lie_along(layer, shape):
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape))
 
@@ -431,6 +442,13 @@ def masked(x):
     return (x - mean) / tf.sqrt(tf.reduce_sum(mask * (x - mean) ** 2, [0, 1]) / count + 1e-3)
 
 
+def of_sums_along_computed_axes(x):
+    count = tf.maximum(tf.reduce_sum(tf.ones_like(x[..., :1]), axes_of(x)), 1)
+    mean = tf.reduce_sum(x, axes_of(x)) / count
+    variance = tf.reduce_sum(tf.math.squared_difference(x, mean), axes_of(x)) / count
+    return tf.nn.batch_normalization(x, mean, variance, None, None, 1e-3)
+
+
 def by_norm(x):
     return tf.nn.l2_normalize(x, 0)
 
@@ -488,8 +506,8 @@ def squares_of_another(x):
     (of_sums, [3]), (of_sums_with_an_offset, [3]), (of_sums_of_unknown_size_with_an_offset, [3]), (of_sums_by_a_constant, [3]),
     (of_sums_of_means, [4, 3]), (of_sums_by_a_quotient, [4, 3]), (of_sums_by_a_product, [4, 3]),
     (of_sums_of_sums_by_a_product, [4, 3]), (of_sums_of_sums, [4, 3]), (by_computing_formula, [3]), (unbiased, [4, 3]),
-    (weighted, [4, 3]), (masked, [4, 3]), (by_norm, [4, 3]), (by_mean_square, [3]), (mean_of_means, [4, 3]),
-    (sums_over_less_than_their_number, [4, 3]), (squares_of_another, [3])])
+    (weighted, [4, 3]), (masked, [4, 3]), (of_sums_along_computed_axes, [4, 3]), (by_norm, [4, 3]), (by_mean_square, [3]),
+    (mean_of_means, [4, 3]), (sums_over_less_than_their_number, [4, 3]), (squares_of_another, [3])])
 def test_sums_and_means_over_examples_become_those_of_all_towers(layer, shape):
     scopes = ["bn1/l2_normalize", "bn2/l2_normalize"] if layer is by_norm else ["bn1", "bn2"]
     assert_law_and_that_it_may_fail(model_of(layer), batch_of(*shape), scopes, "sums")

@@ -242,6 +242,37 @@ def test_a_model_function_that_raises_leaves_the_collections_as_they_were(failin
     assert names(tf.GraphKeys.TRAINABLE_VARIABLES) == ["w"]  # made, and so to be initialized
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_a_model_puts_into_a_collection_of_its_own_is_there_as_often_as_in_one_tower(times, resource):
+    def model(x):
+        for name in ("a", "b"):
+            w = tf.get_variable(name, [3], tf.float64, tf.ones_initializer(), use_resource=resource)
+            assert w not in tf.get_collection("decayed") or not towers.current_tower().is_first
+            for _ in range(times):
+                tf.add_to_collection("decayed", w)
+            x = tf.sin(x * w)
+        assert [w.op.name for w in tf.get_collection("decayed")] == ["a"] * times + ["b"] * times
+        return tf.reduce_mean(tf.square(x)) + tf.add_n([tf.nn.l2_loss(w) for w in tf.get_collection("decayed")])
+
+    assert_equals_one_batch(model, (X,), 3)
+    build(model, (X,), 3)
+    assert {w.op.name for w in tf.get_collection("decayed")} == {"a", "b"}
+
+
+def test_variables_that_a_model_looks_for_in_a_collection_of_its_own_are_made_once():
+    """As columns that share an embedding do."""
+    def model(x):
+        for part in tf.unstack(x, axis=1):
+            found = tf.get_collection("shared")
+            assert len(found) <= 1
+            if not found:
+                tf.add_to_collection("shared", tf.get_variable("w", [], tf.float64, tf.ones_initializer()))
+            x = tf.sin(x * tf.get_collection("shared")[0]) + part[:, None]
+        return tf.reduce_mean(x)
+
+    assert_equals_one_batch(model, (X,), 3)
+
+
 def test_what_fails_after_the_model_function_leaves_the_collections_as_they_were():
     def model(x):
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.no_op())

@@ -11,7 +11,7 @@ import tensorflow.compat.v2 as tf2
 
 import tf_syncbn
 import towers
-from tests.support import build, cpus, session, set_variables
+from tests.support import build, cpus, session, set_variables, train_by
 from towers.rows import split_rows
 
 Pair = collections.namedtuple("Pair", "images labels")
@@ -294,6 +294,36 @@ def test_parts_of_other_sizes_are_no_difference_where_the_batch_is_sparse_alone(
     replicas = build(lambda x: tf.reshape(tf.sparse.to_dense(x), [x.shape[0], -1]), sparse_of(SPARSE[:7]), 2)
     with session() as made:
         np.testing.assert_array_equal(made.run(replicas.merged()), SPARSE[:7])
+
+
+def looked_up(tags, table):
+    return tf.nn.safe_embedding_lookup_sparse([table], tags, combiner="mean")
+
+
+def looked_up_as_rows(tags, table):
+    ids = tf.RaggedTensor.from_row_lengths(tags.values, tf.sparse.reduce_sum(
+        tf.SparseTensor(tags.indices, tf.ones_like(tags.values), tags.dense_shape), 1))
+    return tf.reduce_sum(tf.ragged.map_flat_values(tf.nn.embedding_lookup, table, ids), 1)
+
+
+@pytest.mark.parametrize("look_up", [looked_up, looked_up_as_rows])
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_what_is_looked_up_by_sparse_tags_is_one_towers_and_passes_in_silence(look_up, is_converted):
+    """The slices and products of a sparse tensor's shape are none of the examples."""
+    def model_fn(tags, y):
+        x = look_up(tags, tf.get_variable("table", [9, 3], tf.float64, tf.glorot_uniform_initializer(seed=1)))
+        if is_converted:
+            x = tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, None, 1e-3)
+        return tf.reduce_mean(tf.square(tf.reduce_sum(tf.sin(x), 1) - y))
+
+    def losses(num_towers):
+        with tf.Graph().as_default(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message="The (model function|loss)")
+            tags = sparse_of(np.array([[1, 2, 0], [3, 0, 0], [4, 5, 6], [7, 0, 0], [8, 1, 0], [2, 2, 2], [3, 8, 0]]))
+            replicas = build(tf_syncbn.convert_model(model_fn) if is_converted else model_fn, (tags, np.arange(7.0)), num_towers)
+            return train_by(towers.minimize(replicas, SGD(0.1)), replicas.loss, 3)[0]
+
+    np.testing.assert_allclose(losses(3), losses(1), rtol=1e-9)
 
 
 def ragged_of(lengths, known=True):

@@ -557,6 +557,48 @@ def test_what_is_divided_by_the_weight_in_another_form_passes_in_silence(silent)
     assert_equals_one_batch(model_fn, BATCH, 3, sizes=[3, 5, 4], steps=2)
 
 
+def of_maps(x):
+    """As a generator begins, a vector becomes a map."""
+    h = tf.reshape(tf.matmul(x, kernel(C, 64)), [-1, 4, 4, 4])
+    return tf.reduce_sum(tf.tanh(h), [1, 2])
+
+
+def of_points(x):
+    """As a neural process encodes the points of each example."""
+    batch_size, points, _ = tf.reshape(x, [-1, 2, 2]).shape.as_list()
+    h = tf.matmul(tf.reshape(x, [-1, 2]), kernel(2, 4))
+    return tf.exp(tf.reduce_mean(tf.reshape(tf.tanh(h), [batch_size or tf.shape(x)[0], points, 4]), 1))
+
+
+def of_forces(x):
+    """As energies of frames and the forces on their atoms are computed."""
+    atoms = tf.reshape(x, [-1, 2, 2])
+    d = atoms[:, :, None] - atoms[:, None]
+    e = tf.tanh(tf.matmul(tf.reshape(1 / (1 + tf.reduce_sum(d * d, 3)), [-1, 2]), kernel(2, 1)))
+    energy = tf.reduce_sum(tf.reshape(e, [-1, 2]), 1)
+    return tf.reshape(tf.gradients(energy, x)[0], [-1]) - 0.1
+
+
+def of_samples(x):
+    """As an importance-weighted bound is computed of samples of each example."""
+    z = tf.sin(x[None] * tf.constant(np.linspace(0.5, 2, 5)[:, None, None], x.dtype))
+    z = tf.reshape(tf.matmul(tf.reshape(z, [-1, C]), kernel(C, 2)), [5, -1, 2])
+    return tf.reduce_logsumexp(tf.reduce_sum(z, 2), 0)
+
+
+def kernel(size, channels):
+    return tf.get_variable("kernel", [size, channels], tf.float64, tf.glorot_uniform_initializer(seed=4))
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [2, 1], [2, 2]])
+@pytest.mark.parametrize("features_of", [of_maps, of_points, of_forces, of_samples])
+def test_what_is_joined_with_one_example_and_taken_apart_again_is_none_of_several(features_of, sizes, silent):
+    def model_fn(x):
+        return tf.reduce_mean(tf.nn.softplus(tf.square(features_of(x))))
+
+    assert_equals_one_batch(model_fn, (X[:sum(sizes)],), len(sizes), sizes=sizes)
+
+
 def test_one_example_is_no_channel_of_what_it_is_reshaped_to(silent):
     def model_fn(x, *_):
         y = x[:, None, None] * tf.ones([1, 3, 2, 1], x.dtype) + tf.reshape(features(x), [-1, 1, 1, C])

@@ -41,6 +41,7 @@ SUMS = {
     "times one over its root": lambda x: tf.reduce_sum(squares(x)) * tf.rsqrt(number(x)),
     "by one less": lambda x: tf.reduce_sum(squares(x)) / (number(x) - 1),
     "by one more": lambda x: tf.reduce_sum(squares(x)) / (1 + number(x)),
+    "times a quotient of it by itself": lambda x: tf.reduce_sum(squares(x)) * (number(x) / number(2 * x)),
     "multiplied and divided": lambda x: tf.reduce_sum(squares(x)) * number(x) / number(x),
     "by what is counted and their number": lambda x: {
         "loss": tf.reduce_sum(mask(x) * squares(x)) / tf.maximum(positive(x), 1) / number(x), "weight": positive(x)},
@@ -67,6 +68,8 @@ RIGHT = {
     "a mean by the number of weights": lambda x: tf.reduce_mean(squares(x)) / tf.cast(tf.shape(weights())[0], x.dtype),
     "a mean of each example's, by its own number": lambda x: tf.reduce_mean(
         tf.reduce_sum(squares(x), 1) / (1 + tf.reduce_sum(tf.cast(x > 0, x.dtype), 1))),
+    "0 and a sum, by it": lambda x: (0.0 + tf.reduce_sum(squares(x))) / number(x),
+    "a mean times a quotient of it by itself": lambda x: tf.reduce_mean(squares(x)) * (number(x) / number(2 * x)),
     "a decay": lambda x: tf.reduce_mean(squares(x)) + decay()}
 
 

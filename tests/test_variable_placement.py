@@ -7,7 +7,8 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.support import cpus, run, session, train_by
+from tests.support import cpus, has_tf_layers, run, session, train_by
+from towers.testing import assert_equals_one_batch
 
 X = np.random.RandomState(2).randn(10, 4)
 SIZES = {"a": [4, 8], "b": [8, 2], "c": [8], "d": [2, 20], "e": []}  # 32, 16, 8, 40 and 1 numbers
@@ -233,3 +234,16 @@ def test_towers_within_a_loop_read_variables_anew_in_each_step(placement):
     with session() as made:
         made.run(steps)
         np.testing.assert_allclose(made.run(w), expected, rtol=1e-10)
+
+
+@pytest.mark.skipif(not has_tf_layers(), reason="Keras 3 asks for no device")
+def test_a_model_may_be_asked_for_its_present_device_by_what_is_no_op():
+    """As Keras asks before it computes with channels first."""
+    def model(x):
+        kernel = tf.get_variable("kernel", [3, 3, 6, 4], initializer=tf.glorot_uniform_initializer(seed=0))
+        x = tf.keras.backend.conv2d(tf.reshape(x, [-1, 6, 6, 3]), kernel, data_format="channels_first")
+        x, *_ = tf.keras.backend.normalize_batch_in_training(x, tf.ones([4]), tf.zeros([4]), [0, 2, 3])
+        return tf.reduce_mean(tf.sin(x))
+
+    images = np.random.RandomState(0).randn(5, 6 * 6 * 3).astype(np.float32)
+    assert_equals_one_batch(tf_syncbn.convert_model(model), (images,), 2)

@@ -9,7 +9,8 @@ from towers.chosen_rows import SAME_ROWS, are_counted, chooser, is_one_hot
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import LOOPS_BACK, NO_VALUES, SIZES, end_of
 from towers.mapped import LISTS, axes_in_lists, mapped_from
-from towers.own_data import own_leaves
+from towers.own_data import leaves_of_rows, own_leaves
+from towers.private import forward_op_of
 from towers.single_rows import Rows
 
 __all__ = ["EXTREMES", "PRODUCTS", "Examples", "lies_along_examples", "products", "sizes_of_examples", "values_of"]
@@ -75,9 +76,8 @@ def _turns(op):
 
 def sizes_of_examples(towers):
     """Returns how many examples tower 0 is known to have: a dict from such sizes to that of the whole batch."""
-    leaves = zip(*[tf.nest.flatten(tower.context.batch, expand_composites=True) for tower in towers])
-    known = [[leaf.shape.as_list()[0] if tf.is_tensor(leaf) and leaf.shape.rank else None for leaf in of_towers]
-             for of_towers in leaves]
+    leaves = zip(*[leaves_of_rows(tower.context.batch) for tower in towers])
+    known = [[leaf.shape.as_list()[0] if leaf.shape.rank else None for leaf in of_towers] for of_towers in leaves]
     missing = towers[0].context.num_towers - len(towers)  # of other workers, taken to be as large
     return {sizes[0]: sum(sizes) + missing * sizes[0] for sizes in known if None not in sizes and sizes[0]}
 
@@ -133,7 +133,8 @@ class Examples:
         of_all = set.intersection(*[own_leaves(tower.context) for tower in towers[:2]]) if len(towers) > 1 else set()
         self._context, self._stand_ins = towers[0].context, towers[0].context.meetings.stand_ins
         self._leaves = own_leaves(self._context) - of_all
-        self._sizes = [tf.dimension_value(op.outputs[number].shape[0]) or 0 for op, number in self._leaves
+        self._of_rows = {end_of(leaf) for leaf in leaves_of_rows(self._context.batch)} & self._leaves
+        self._sizes = [tf.dimension_value(op.outputs[number].shape[0]) or 0 for op, number in self._of_rows
                        if op.outputs[number].shape.rank]
         self._are_in, self._lie_along, self._are_spread, self._are_as_long = {}, {}, {}, {}
         self.rows = Rows()
@@ -170,8 +171,14 @@ class Examples:
 
     def lie_along(self, tensor, axis=0):
         """Tells whether a tensor has examples along an axis, its first one or another."""
-        return axis < (tensor.shape.rank or 0) and self._reaches(
-            (tensor, axis, WHOLE), self._lie_along, self._places, self._is_of_batch)
+        shape = tensor.shape.as_list() if tensor.shape.rank else []
+        if axis >= len(shape) or not self._is_made_along(tensor, axis):
+            return False
+        # One example lies along an axis of size 1, where there is one: others are then those that it was joined with.
+        return shape[axis] == 1 or not any(size == 1 and self._is_made_along(tensor, i) for i, size in enumerate(shape))
+
+    def _is_made_along(self, tensor, axis):
+        return self._reaches((tensor, axis, WHOLE), self._lie_along, self._places, self._is_of_batch)
 
     def are_rows_of(self, tensor):
         """Tells whether a tensor's first axis is that of examples, surely or, where no other one is, by all that keeps it."""
@@ -193,8 +200,14 @@ class Examples:
             (tensor, axis, WHOLE), self._are_as_long, self._places, self._is_made_as_long)
 
     def are_reduced(self, op):
-        """Tells whether a reduction, `tf.reduce_sum` say, takes an axis away along which examples lie."""
-        return any(self.lie_along(op.inputs[0], axis) for axis in reduced_axes(op) or ())
+        """Tells whether a reduction, `tf.reduce_sum` say, takes an axis away along which examples lie.
+
+        The gradient of a broadcast takes every axis of size 1, that of one example among them, and adds nothing up.
+        """
+        x, axes = op.inputs[0], reduced_axes(op) or ()
+        if forward_op_of(op) is not None:
+            axes = [axis for axis in axes if tf.dimension_value(x.shape[axis]) != 1]
+        return any(self.lie_along(x, axis) for axis in axes)
 
     def are_added_up(self, op):
         """Tells whether an op adds up examples, where it is not of the kinds that have axes as an argument: a product, say."""
@@ -219,7 +232,8 @@ class Examples:
         return number is None or any(size and number % size == 0 for size in self._sizes)
 
     def _is_of_batch(self, tensor, axis, part):
-        return axis == 0 and part[0] == 1 and self.is_given(tensor)
+        of_all = part[1] == 1 or part[1] != tf.dimension_value(tensor.shape[0])  # not one part, with all of them in it
+        return axis == 0 and part[0] == 1 and of_all and end_of(tensor) in self._of_rows
 
     def _is_made_as_long(self, tensor, axis, _):
         op = tensor.op

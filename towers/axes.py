@@ -7,6 +7,8 @@ all of the axis. What a transposed batch, [time, batch], comes to as [time * bat
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.static_values import static_value
+
 __all__ = ["FILTERS", "SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes", "reduces_first_axis"]
 
 WHOLE = (1, 1)
@@ -71,7 +73,7 @@ def axes_behind(tensor, axis, part=WHOLE):
 
 def reduced_axes(op):
     """Returns which axes of its input a reduction, `tf.reduce_sum` say, takes away, a list; None where that is not known."""
-    axes, rank = tf.get_static_value(op.inputs[1]), op.inputs[0].shape.rank
+    axes, rank = static_value(op.inputs[1]), op.inputs[0].shape.rank
     return None if axes is None or rank is None else [int(axis) % max(rank, 1) for axis in np.reshape(axes, -1)]
 
 
@@ -213,16 +215,30 @@ def _reshaped(source, tensor, axis, part):
     if new[axis] == 1:
         ones = [i for i in sorted(set(first) | set(last)) if old[i] == 1]
         before, count = _of_size_1(new, axis)
+        if not ones:  # the outermost part of an axis, or the innermost: one example, which had been joined with others
+            return [(source, i, (outer, inner)) for i, outer, inner in places if None not in (outer, inner)
+                    and 1 in (outer, inner) and outer != inner]
         return [(source, i, WHOLE) for i in (ones if count < len(ones) else ones[before:before + 1])]
     if first and last:
-        joined = range(first[0], last[-1] + 1)
-        if 1 in new[:axis] + new[axis + 1:]:  # which is what an axis of size 1, one example say, has become
-            joined = [i for i in joined if old[i] != 1] or joined
-        return [(source, i, WHOLE) for i in joined]
+        return [(source, i, WHOLE) for i in _joined(range(first[0], last[-1] + 1), old, new, axis, tensor.op.inputs[1])]
     if first or last:
-        return [(source, i, places[i][1:]) for i in first or last]
+        ends = first or last
+        return [(source, i, places[i][1:]) for i in [i for i in ends if old[i] != 1] or ends]
     within = [(i, (outer, inner)) for i, outer, inner in places if outer is not None and (old[i] or outer + 1) > outer]
     return [(source, i, both) for i, both in within[-1:]]
+
+
+def _joined(places, old, new, axis, shape):
+    """Returns which of some axes of a tensor, each of which one of what it is reshaped to may be made of, it is made of.
+
+    One of size 1, one example say, may be another axis of size 1, or part of the axis beside that the rest goes to.
+    """
+    rest = tf.get_static_value(shape)
+    beside = [] if rest is None or not places else [
+        i for i, other in ((places[0], axis - 1), (places[-1], axis + 1)) if 0 <= other < len(rest) and rest[other] == -1]
+    if 1 in new[:axis] + new[axis + 1:]:
+        beside = places
+    return [i for i in places if old[i] != 1 or i not in beside] or places
 
 
 def _of_size_1(shape, axis):

@@ -36,6 +36,7 @@ class TowerCollections:
         self._added = {}  # key -> what finished towers added
         self._of_first = {}  # name of a variable -> what belongs to it of what tower 0 added
         self._present = None  # key -> ids of what the present tower sees and has not added
+        self._revealed = set()  # (key, id) of what is shown to it, and was not put there by it
         if not hasattr(self._graph, _OWNED):
             setattr(self._graph, _OWNED, {})  # id -> item, so that no id is given out again
 
@@ -63,8 +64,8 @@ class TowerCollections:
             in_sight = [item for item in self._before.get(key, []) if id(item) not in owned or is_variable(item)]
             self._present[key] = set(map(id, in_sight))
             self._graph.get_collection_ref(key)[:] = in_sight
-        added = {}
-        with _names_as_in_one_tower(self._graph, name_scope):
+        added, self._revealed = {}, set()
+        with _names_as_in_one_tower(self._graph, name_scope), self._put_once():
             yield added
         for key, items in self._now().items():
             added[key] = [item for item in items if id(item) not in self._present.get(key, ())]
@@ -82,7 +83,23 @@ class TowerCollections:
             present = self._present.setdefault(key, set())
             if id(item) not in present:
                 present.add(id(item))
+                self._revealed.add((key, id(item)))
                 self._graph.get_collection_ref(key).append(item)
+
+    @contextlib.contextmanager
+    def _put_once(self):
+        """Takes what the model function itself puts into a collection for what was shown there already, where it was."""
+        add, graph = self._graph.add_to_collection, self._graph
+
+        def add_to_collection(name, value):
+            if (name, id(value)) in self._revealed:
+                self._revealed.discard((name, id(value)))
+                items = graph.get_collection_ref(name)
+                items[:] = [item for item in items if item is not value]
+            add(name, value)
+
+        with _in_place_of(graph, {"add_to_collection": (add, add_to_collection)}):
+            yield
 
     def _now(self):
         """Returns what the collections that tell towers apart hold now."""
@@ -114,13 +131,19 @@ def _names_as_in_one_tower(graph, name_scope):
         return outside_of_tower(made, name_scope) if is_of_average else made
 
     # What TensorFlow itself looks up, tf.losses.get_total_loss for one, it asks the graph for; the name of an average too.
-    there = {"get_collection": (get_all, get_collection), "unique_name": (get_name, unique_name)}
-    for name, (_, ours) in there.items():
+    with _in_place_of(graph, {"get_collection": (get_all, get_collection), "unique_name": (get_name, unique_name)}):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place_of(graph, methods):
+    """Puts functions in the place of a graph's methods, a dict from names to (the method, what takes its place)."""
+    for name, (_, ours) in methods.items():
         setattr(graph, name, ours)
     try:
         yield
     finally:
-        for name, (before, _) in there.items():
+        for name, (before, _) in methods.items():
             delattr(graph, name)
             if getattr(graph, name) != before:  # which somebody else put there
                 setattr(graph, name, before)

@@ -40,9 +40,9 @@ _HOW = {"divides": "is divided by what depends on the tower's own examples (%r)"
 _RETURNS = ("returns", None)  # which op it is shows later
 _MENDS = {"returns": "Compute that of all towers' examples, by towers.all_reduce or towers.all_gather; a batch norm by "
                      "tf_syncbn.convert_model or tf_syncbn.sync_batch_norm."}
-_MEND = ("Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside the \"loss\"; else compute "
-         "what takes all examples together by towers.all_reduce or towers.all_gather, or write a loss for each example and take "
-         "their mean.")
+_MEND = ("Where it is a mean over what is counted, a mask say, return that number as \"weight\" beside the \"loss\"; else "
+         "compute what takes all examples together by towers.all_reduce or towers.all_gather, or write a loss for each example "
+         "and take their mean.")
 
 
 def warn_of_mixed(losses, towers, examples, stacklevel):
@@ -87,7 +87,7 @@ def _is_of_others(op, weight, examples):
 
 
 def _averaged(tower, examples):
-    """Returns the ops of what is one for all of a tower's examples and goes into a variable, as a moving average does; a set."""
+    """Returns the ops of what is one for all of a tower's examples and goes into a variable, a moving average say; a set."""
     seen, stack = set(), [tensor for op in writes_of(tower.ops) for tensor in op.inputs]
     while stack:
         tensor = stack.pop()

@@ -125,6 +125,10 @@ class _Powers:
             return 1.0 if size > 1 and size in self._sizes and tuple(shape) not in self._of_variables else 0.0
         return None if number_of(tensor) is None else 0.0
 
+    def go_into(self, tensor):
+        """Tells whether a scalar is such a power, or a product or quotient of some, which may undo each other."""
+        return bool(self.of(tensor)) or tensor.op.type in _QUOTIENTS | {"Mul"} and any(map(self.of, tensor.op.inputs))
+
     def stand_behind(self, tensor):
         """Tells whether what a tensor is made of, element by element, is multiplied or divided by such a power in its turn."""
         seen, stack = set(), [tensor]
@@ -152,7 +156,8 @@ def _parts_of(loss, powers, examples):
         seen.add(part._replace(tensor=part.tensor.name))
         following = _follow(part, powers, examples)
         stack.extend(following or ())
-        if following is None and part.is_met and (part.over is not None or not takes_own_data([part.tensor], powers.context)):
+        is_of_own = part.over is not None or not takes_own_data([part.tensor], powers.context)
+        if following is None and part.is_met and is_of_own and number_of(part.tensor) != 0:
             yield part
 
 
@@ -169,12 +174,12 @@ def _follow(part, powers, examples):
     if op.type in RESHAPES:
         return [part._replace(tensor=inputs[0])]
     if op.type == "Mul":
-        return _follow_product(part, [(source, powers.of(source)) for source in inputs])
+        return _follow_product(part, [(source, powers.of(source)) for source in inputs], powers)
     if op.type in DIVIDES:
         power = powers.of(inputs[1])
         if power is None and not is_given(inputs[1]):
             return None
-        return [_times(part._replace(tensor=inputs[0]), [(inputs[1], -(power or 0.0))])]
+        return [_times(part._replace(tensor=inputs[0]), [(inputs[1], -(power or 0.0))], powers)]
     if op.type in ("Select", "SelectV2") and _is_scalar(inputs[0]):
         return [part._replace(tensor=source) for source in inputs[1:] if number_of(source) is None]
     if op.type in SUMS or op.type == "L2Loss":
@@ -182,19 +187,19 @@ def _follow(part, powers, examples):
     return None
 
 
-def _follow_product(part, factors):
+def _follow_product(part, factors, powers):
     others = [source for source, power in factors if power is None]
     if len(others) > 1:
         others = [source for source in others if not is_given(source)]
     if len(others) != 1:
         return None if others else []
-    return [_times(part._replace(tensor=others[0]), [factor for factor in factors if factor[1] is not None])]
+    return [_times(part._replace(tensor=others[0]), [factor for factor in factors if factor[1] is not None], powers)]
 
 
-def _times(part, factors):
+def _times(part, factors, powers):
     numbers = tuple(abs(number) for number in (number_of(source) for source, power in factors if not power) if number)
     return part._replace(power=part.power + sum(power for _, power in factors), numbers=part.numbers + numbers,
-                         is_met=part.is_met or any(power for _, power in factors))
+                         is_met=part.is_met or any(powers.go_into(source) for source, _ in factors))
 
 
 def _follow_reduction(part, examples):

@@ -109,7 +109,7 @@ def on_machine_of(device):
     def place(op):
         named = tf.DeviceSpec.from_string(op.device or "")
         if named.job is not None or named.task is not None or not machine.to_string():
-            return op.device
+            return op.device or ""
         return tf.DeviceSpec(machine.job, machine.replica, machine.task, named.device_type, named.device_index).to_string()
     return place
 

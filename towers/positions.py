@@ -132,7 +132,7 @@ class _Parts:
         if self._examples.end_at(tensor):
             return None
         for source in self._examples.rows_of(tensor):
-            if self._examples.is_given(source):
+            if self._examples.is_given(source) and self._examples.lie_along(source):
                 parts.add(())
             elif self._examples.lie_along(source):
                 parts.add(self._of.get(source.name))

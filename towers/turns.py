@@ -101,5 +101,6 @@ class Turns:
 
 
 def without_numbers(name):
-    """Returns a name without the numbers that TensorFlow and Keras add to names that were taken."""
+    """Returns a name without the numbers that TensorFlow and Keras add to names that were taken, or the tower's within it."""
+    name = re.sub(r"tower(_\d+)+(?=_)", "tower", name)  # of a scope's whole name with other marks for "/"
     return re.sub(r"_\d+(?=/|$)", "", name)

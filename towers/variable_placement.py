@@ -79,15 +79,16 @@ class TowerDevices:
         self._spec = tf.DeviceSpec.from_string(tower_device)
 
     def __call__(self, op):
+        kind = getattr(op, "type", None)  # Keras asks for the present device by something that is no op
         named = tf.DeviceSpec.from_string(op.device) if op.device else None
         if named is not None and named.device_type:
-            is_beside = op.type in _VARIABLES or op.type in _BESIDE_VARIABLES
+            is_beside = kind is None or kind in _VARIABLES or kind in _BESIDE_VARIABLES
             if not is_beside and named.device_type == self._spec.device_type and named.device_index != self._spec.device_index:
                 self.elsewhere.append(op)
             return op.device
-        if op.type in _VARIABLES:
+        if kind in _VARIABLES:
             return self._place(op)
-        return op.inputs[0].op.device if op.type == "VarIsInitializedOp" else self._device
+        return op.inputs[0].op.device if kind == "VarIsInitializedOp" else self._device
 
 
 def warn_of_other_devices(ops, tower):

@@ -7,6 +7,7 @@ import re
 import tensorflow.compat.v1 as tf
 
 from towers.axes import FILTERS
+from towers.static_values import static_value
 from tf_syncbn.conversion import loop_rules, row_rules
 from tf_syncbn.conversion.factors import (Factor, Known, along_first, divide, join, level, multiply, plain, sizes_of,
                                           with_sizes)
@@ -52,7 +53,7 @@ def follow(op, inputs):
 
 def reduced_axes(op):
     """Returns the axes that a reduction takes together, a set; None where they, or the rank, are unknown."""
-    rank, axes = op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
+    rank, axes = op.inputs[0].shape.rank, static_value(op.inputs[1])
     return None if rank is None or axes is None else {int(axis) % rank for axis in axes.reshape([-1])}
 
 

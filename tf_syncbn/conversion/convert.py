@@ -16,6 +16,7 @@ from towers.annotations import ConvertedModelFn, ModelFn, Shape
 from towers.context import current_tower
 from towers.graph_walk import ancestors
 from towers.inner_training import refuse_training
+from towers.own_data import leaves_of_rows
 from towers.private import forward_op_of, is_recorded
 from towers.turns import TowerMismatchError
 from tf_syncbn.conversion.crossings import find_crossings
@@ -109,7 +110,7 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
         if tower is None:
             return model_fn(*args, **kwargs)
         added = Added(tf.get_default_graph())
-        batch = [leaf for leaf in tf.nest.flatten([args, kwargs], expand_composites=True) if tf.is_tensor(leaf)]
+        batch = leaves_of_rows([args, kwargs])
         with _noting_recorded() as recorded:
             outputs = model_fn(*args, **kwargs)
         refuse_training(added.ops(), added.items(tf.GraphKeys.TRAIN_OP) if tower.asked is None else ())
@@ -211,7 +212,7 @@ def _noting_recorded():
     def note(op):
         if is_recorded():
             recorded.add(op)
-        return op.device
+        return op.device or ""  # None of what Keras asks for the present device by
 
     with tf.device(note):  # TensorFlow calls it for every op
         yield recorded

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import descendants
+from towers.static_values import static_value
 from tf_syncbn.conversion.axis_rules import reduced_axes
 
 __all__ = ["DIVISIONS", "FACTORS", "SAME_VALUE", "corrected_by", "counts_beside", "counts_of", "divisors_of", "is_corrected",
@@ -220,7 +221,7 @@ def _value(tensor, model):
     """Returns the one value that all numbers of a constant, or of sums of a constant, have; None where they differ."""
     values = tf.get_static_value(tensor)
     if values is None and tensor.op.type == "Sum":
-        of_each, axes = (tf.get_static_value(source) for source in tensor.op.inputs)
+        of_each, axes = tf.get_static_value(tensor.op.inputs[0]), static_value(tensor.op.inputs[1])
         values = None if of_each is None or axes is None else of_each.sum(tuple(axes.reshape([-1])))
     if values is None:
         return model.layout.number(tensor)

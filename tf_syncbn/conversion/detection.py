@@ -60,6 +60,8 @@ def find_batch_norms(ops, batch):
     for op in ops:
         if is_fused(op) and is_training(op):
             axes = set(model.layout.axes(op.inputs[0]))
+            if _is_of_rows(op, model):
+                continue
             if channels_axis(op) not in axes:
                 found.append(fused_batch_norm(op))
             elif axes != {channels_axis(op)}:  # else each example is normalized by itself
@@ -89,6 +91,16 @@ def find_batch_norms(ops, batch):
         in_order = sorted(counts.items(), key=lambda item: (model.order[item[0][0]], item[0][1]))
         found[k] = batch_norm._replace(counts=dict(in_order))
     return Found(found, suspects, of_variables, model, known)
+
+
+def _is_of_rows(op, model):
+    """Tells whether a fused op normalizes the rows of a matrix, [1, rows, features, 1], as Keras' LayerNormalization does.
+
+    In a tower of one example it can't be told along which axes of size 1 that lies. A batch norm has a scale, or averages.
+    """
+    x = op.inputs[0]
+    return (x.op.type == "Reshape" and channels_axis(op) == 1 and x.shape.rank == 4 and x.shape.as_list()[::3] == [1, 1]
+            and op.inputs[1].op not in model.of_weights and not any(tensor.consumers() for tensor in op.outputs[1:3]))
 
 
 def _by_averages(batch_norms, ops, batch):
