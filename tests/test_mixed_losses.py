@@ -124,6 +124,10 @@ def rarity(classes):
     return 1 / (1 + tf.reduce_sum(one_hot(classes), 0))
 
 
+def mask_of(classes):
+    return tf.cast(classes >= 0, tf.float64)
+
+
 def centers(x, classes):
     return tf.unsorted_segment_mean(features(x), classes, 7)
 
@@ -202,6 +206,8 @@ MIXED = {
         losses(x)[:, None] * tf.matmul(one_hot(classes), rarity(classes)[:, None])),
     "class weights by a count": lambda x, _, classes: tf.reduce_mean(losses(x) * tf.gather(tf.exp(
         -tf.cast(tf.math.bincount(tf.cast(classes, tf.int32), minlength=3), x.dtype)), classes)),
+    "class weights by tf.scatter_nd": lambda x, _, classes: tf.reduce_mean(losses(x) * tf.gather(
+        1 / (1 + tf.scatter_nd(classes[:, None], tf.ones_like(mask_of(classes)), [7])), classes)),
     "class weights beside a number": lambda x, mask, classes: {
         "loss": masked(x, mask * tf.gather(rarity(classes), classes)), "weight": tf.reduce_sum(mask)},
     "the mean of each class": lambda x, _, classes: tf.reduce_mean(tf.unsorted_segment_mean(losses(x), classes, 7)),
@@ -285,7 +291,59 @@ MIXED = {
     "a root with its number": lambda x, mask, _: {"loss": tf.sqrt(masked(x, mask)), "weight": tf.reduce_sum(mask)}}
 
 
+def dice_of(p, labels):
+    return (1 + 2 * tf.reduce_sum(p * labels)) / (1 + tf.reduce_sum(p) + tf.reduce_sum(labels))
+
+
+def parts_of_classes(x, classes):
+    return tf.nn.softmax(features(x)), one_hot(classes)[:, :C]
+
+
+def dice_in_a_map(x, classes):
+    p, labels = parts_of_classes(x, classes)
+    return tf.reduce_mean(tf.map_fn(lambda k: dice_of(p[:, k], labels[:, k]), tf.range(C), x.dtype))
+
+
+def dice_in_a_map_of_classes(x, classes):
+    p, labels = parts_of_classes(x, classes)
+    return tf.reduce_mean(tf.map_fn(lambda both: dice_of(*both), (tf.transpose(p), tf.transpose(labels)), x.dtype))
+
+
+def dice_in_a_loop(x, classes):
+    p, labels = parts_of_classes(x, classes)
+    return tf.while_loop(lambda k, _: k < C, lambda k, total: (k + 1, total + dice_of(p[:, k], labels[:, k])),
+                         (0, tf.zeros([], x.dtype)))[1]
+
+
+def of_each_class_there_is(x, classes, of_chosen):
+    return tf.map_fn(lambda k: of_chosen(tf.boolean_mask(losses(x), tf.equal(classes, k))), tf.unique(classes)[0], x.dtype)
+
+
+def steps_of_descent(x):
+    """Inner steps by gradients of the tower's own examples."""
+    def loss_by(v):
+        return tf.reduce_mean(tf.square(tf.sin(tf.matmul(x, v[:, None])) - 0.3))
+
+    slope = weights(x.dtype)[0]
+    return loss_by(tf.while_loop(lambda t, _: t < 2, lambda t, v: (t + 1, v - slope * tf.tanh(tf.gradients(loss_by(v), v)[0])),
+                                 (0, weights(x.dtype)))[1])
+
+
 MIXED_IN_A_BRANCH = {
+    "dice of each class in a map": lambda x, _, classes: dice_in_a_map(x, classes),
+    "dice of each class in a map of these": lambda x, _, classes: dice_in_a_map_of_classes(x, classes),
+    "dice of each class in a loop": lambda x, _, classes: dice_in_a_loop(x, classes),
+    "a mean of each class there is": lambda x, _, classes: tf.reduce_mean(
+        of_each_class_there_is(x, classes, tf.reduce_mean)),
+    "a root of each class there is": lambda x, _, classes: tf.reduce_mean(tf.sqrt(
+        of_each_class_there_is(x, classes, tf.reduce_sum))),
+    "a norm in a loop": lambda x, *_: tf.while_loop(lambda k, _: k < C, lambda k, total: (
+        k + 1, total + tf.sqrt(tf.reduce_mean(features(x)[:, k] ** 2))), (0, tf.zeros([], x.dtype)))[1],
+    "a root of tf.foldl": lambda x, *_: tf.sqrt(tf.foldl(
+        lambda total, row: total + tf.reduce_sum(tf.square(row)), features(x), tf.zeros([], x.dtype))),
+    "a root of what a loop adds up": lambda x, mask, _: tf.sqrt(of_each_in_a_loop(
+        x, mask, lambda i: tf.reduce_sum(tf.square(features(x)[i])))),
+    "steps of descent in a loop": lambda x, *_: steps_of_descent(x),
     "in a branch": lambda x, mask, _: guarded(lambda: masked(x, mask), mask),
     "in a branch, captured": lambda x, mask, _: guarded(lambda y=losses(x): tf.reduce_sum(y * mask) / tf.reduce_sum(mask), mask),
     "in a branch of two": lambda x, mask, _: 2 * tf.cond(
@@ -306,6 +364,28 @@ MIXED_IN_A_BRANCH = {
         lambda state, step: tf.tanh(state + step), tf.transpose(features(x)), tf.zeros_like(mask))), mask)}
 if not tf.control_flow_v2_enabled():  # which makes functions of branches, and nothing is looked for there
     MIXED.update(MIXED_IN_A_BRANCH)
+
+
+def of_each_in_a_loop(x, mask, of_row):
+    """What a loop adds up of each example, by its number."""
+    return tf.while_loop(lambda i, _: i < tf.shape(x)[0], lambda i, total: (i + 1, total + of_row(i)),
+                         (0, tf.zeros([], x.dtype)))[1] / tf.cast(tf.shape(x)[0], x.dtype)
+
+
+MEANS_IN_A_LOOP = {
+    "dice of each example": lambda x, mask, _: of_each_in_a_loop(
+        x, mask, lambda i: dice_of(tf.sigmoid(features(x))[i], mask[i] * tf.ones([C], x.dtype))),
+    "dice of each example, cut out": lambda x, mask, _: of_each_in_a_loop(
+        x, mask, lambda i: dice_of(tf.sigmoid(features(x))[i:i + 1], tf.slice(mask, [i], [1])[:, None] * tf.ones([C], x.dtype))),
+    "a mean as long as each example says": lambda x, mask, _: of_each_in_a_loop(
+        x, mask, lambda i: tf.reduce_mean(tf.square(features(x)[i, :lengths(x)[i]]))),
+    "of a map as long as each example says": lambda x, mask, _: tf.reduce_mean(tf.map_fn(
+        lambda both: tf.sqrt(tf.reduce_mean(both[0][:both[1]] ** 2)), (features(x), lengths(x)), x.dtype)),
+    "a sum of each class there is": lambda x, _, classes: tf.reduce_sum(
+        of_each_class_there_is(x, classes, tf.reduce_sum)) / tf.cast(tf.shape(x)[0], x.dtype),
+    "of a state that is scaled by weights": lambda x, *_: tf.reduce_mean(tf.square(tf.while_loop(
+        lambda k, _: k < 3, lambda k, y: (k + 1, tf.sin(y * weights(x.dtype)) / (1 + tf.norm(weights(x.dtype)))),
+        (0, features(x)))[1]))}
 
 
 def joined(x, join=tf.stack, of_row=tf.square):
@@ -515,6 +595,24 @@ def test_what_takes_all_examples_of_a_tower_together_is_another_loss_and_is_said
 @pytest.mark.parametrize("name", sorted(MEANS))
 def test_means_over_examples_are_those_of_the_whole_batch_and_pass_in_silence(name, size, silent):
     assert_equals_one_batch(model_of(MEANS, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="functions are not looked into")
+@pytest.mark.parametrize("size", ["known", "unknown"])
+@pytest.mark.parametrize("name", sorted(MEANS_IN_A_LOOP))
+def test_what_a_loop_makes_of_each_example_passes_in_silence(name, size, silent):
+    assert_equals_one_batch(model_of(MEANS_IN_A_LOOP, name, size), BATCH, 3, sizes=[3, 5, 4], steps=2)
+
+
+@pytest.mark.parametrize("of_segments", [tf.math.unsorted_segment_mean, tf.math.unsorted_segment_sum])
+def test_a_mean_over_as_many_classes_as_there_are_is_said(of_segments):
+    def model_fn(x, _, classes):
+        numbers, index = tf.unique(unsized(classes))
+        return tf.reduce_mean(of_segments(losses(x), index, tf.size(numbers)))
+
+    with pytest.warns(UserWarning, match=WORDS):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(model_fn, BATCH, 3, sizes=[3, 5, 4], steps=2)
 
 
 @pytest.mark.parametrize("name", sorted(MIXED_OF_KNOWN_SIZE))

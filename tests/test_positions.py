@@ -47,6 +47,10 @@ RUNNING = {
     "weights of a softmax": lambda x, y, _: tf.reduce_mean(
         tf.nn.softmax(tf.reduce_sum(features(x), 1)) * tf.reduce_sum(features(x) * y, 1)),
     "sorted": lambda x, y, _: loss_of(tf.sort(features(x), axis=0), y)}
+if not tf.control_flow_v2_enabled():  # which makes functions of loops, and nothing is looked for there
+    RUNNING["a scan along the batch"] = lambda x, y, _: loss_of(tf.scan(lambda state, row: tf.tanh(state + row), features(x)), y)
+    RUNNING["a softmax along what is chosen"] = lambda x, y, labels: tf.reduce_mean(tf.map_fn(lambda k: tf.reduce_sum(
+        tf.nn.log_softmax(tf.boolean_mask(tf.reduce_sum(features(x), 1), tf.equal(labels, k)))), tf.range(3, dtype=labels.dtype), x.dtype))
 TAKING = {
     "halves against each other": lambda x, y, _: tf.reduce_mean(tf.square(tf.subtract(*halves(x)))),
     "halves side by side": lambda x, y, _: loss_of(tf.concat(halves(x), 1), tf.split(y, 2)[0]),
@@ -85,6 +89,15 @@ def time_major(x, y, _):
     return loss_of(tf.transpose(tf.cumsum(tf.reverse(h, [0]), 0) - tf.nn.softmax(h, axis=0) + h[:1]), y)
 
 
+def scanned_over_time(x, y, _):
+    h = tf.scan(lambda state, step: tf.tanh(state + step), tf.transpose(features(x)))
+    return loss_of(tf.transpose(h), y)
+
+
+def mapped(x, y, _):
+    return loss_of(tf.map_fn(lambda row: tf.cumsum(row) * tf.nn.softmax(row), features(x)), y)
+
+
 def one_by_one(x, y, _):
     return tf.add_n([tf.reduce_sum(tf.square(features(row[tf.newaxis]))) * 0.1 for row in tf.unstack(x)]) / len(tf.unstack(x))
 
@@ -109,8 +122,8 @@ def looked_up(x, y, labels):
     return loss_of(features(x) + tf.nn.embedding_lookup(table, labels) - table[:1], y)
 
 
-ALIKE = [in_parts, joined_again, two_networks_at_once, along_time, time_major, one_by_one, neighbours, of_all,
-         seen_only, looked_up]
+ALIKE = [in_parts, joined_again, two_networks_at_once, along_time, time_major, scanned_over_time, mapped, one_by_one, neighbours,
+         of_all, seen_only, looked_up]
 
 
 def unsized(model_fn):

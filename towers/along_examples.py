@@ -1,22 +1,21 @@
-"""Where a tower's examples lie along the first axis, and how many they are: what a number of the model's own is held against."""
-import itertools
+"""Which tensors of a tower hold examples, and along which axes they hold them, as far as that is sure."""
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.axes import SUMS, WHOLE, axes_behind, product_axes, reduced_axes, reduces_first_axis
-from towers.chosen_rows import SAME_ROWS, are_counted, chooser, is_one_hot
+from towers.axes import WHOLE, axes_behind, product_axes, reduced_axes
+from towers.chosen_rows import SAME_ROWS, UNIQUE, are_counted, chooser, is_one_hot
 from towers.exchanges import stands_at_exchange
+from towers.first_axis import lies_along_examples, sizes_of_examples
 from towers.graph_walk import LOOPS_BACK, NO_VALUES, SIZES, end_of
-from towers.mapped import LISTS, axes_in_lists, mapped_from
+from towers.mapped import LISTS, axes_in_lists, made_in_loop, mapped_from
 from towers.own_data import leaves_of_rows, own_leaves
-from towers.private import forward_op_of
+from towers.private import forward_op_of, is_in_loop
 from towers.single_rows import Rows
 
-__all__ = ["EXTREMES", "PRODUCTS", "Examples", "lies_along_examples", "products", "sizes_of_examples", "values_of"]
+__all__ = ["PRODUCTS", "Examples", "values_of"]
 
 PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"])
-EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 # Behind which nothing is sure: loops, branches and state.
 _UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIteration", "PyFunc", "Ref", "StatefulPartitionedCall",
            "StatelessIf", "StatelessWhile", "Switch", "TensorArray", "TensorList", "While")
@@ -29,63 +28,10 @@ _VALUES.update((kind, ()) for kind in ("LinSpace", "RandomStandardNormal", "Rand
 # The numbers of the inputs that say how long what an op makes is, along each axis.
 _SAY_SIZES = {"BroadcastTo": (1,), "Fill": (0,), "Range": (0, 1, 2), "Reshape": (1,), "Slice": (1, 2), "StridedSlice": (1, 2),
               "Tile": (1,)}
+_SAY_SIZES.update((kind, (2,)) for kind in ("UnsortedSegmentMax", "UnsortedSegmentProd", "UnsortedSegmentSum"))
 _LOOKS_UP = frozenset(["Gather", "GatherV2", "ResourceGather"])
+_ADDS_BY_CLASS = frozenset(["ScatterNd", "UnsortedSegmentSum"])
 _COUNTS_CLASSES = frozenset(["Bincount", "DenseBincount"])
-_REDUCTIONS = SUMS | EXTREMES | {"All", "Any", "ArgMax", "ArgMin"}
-
-
-def lies_along_examples(tensor, context):
-    """Tells whether a tensor's first axis is that of the tower's batch, or made of it and others, through all that keeps it.
-
-    Loops, branches and Python functions are taken to keep it, of which `Examples` says nothing.
-    """
-    own, seen, stack = own_leaves(context), set(), [tensor]
-    while stack:
-        tensor = stack.pop()
-        op = tensor.op
-        if end_of(tensor) in own:
-            return True
-        if op in seen or tensor.shape.rank == 0 or op in context.meetings.stand_ins or stands_at_exchange(op) or _turns(op):
-            continue
-        seen.add(op)
-        if op.type in SIZES:  # how many examples there are, which is none of them
-            continue
-        stack.extend(mapped_from(op) or (op.inputs[:1] if op.type in ("MatMul", "ReverseSequence") else op.inputs))
-    return False
-
-
-def _turns(op):
-    """Tells whether an op's output may have another first axis than its input."""
-    if op.type in _REDUCTIONS:
-        return reduces_first_axis(op) is not False
-    if op.type == "Transpose":
-        order = tf.get_static_value(op.inputs[1])
-        return order is None or len(order) > 0 and order[0] != 0
-    if op.type == "Einsum":
-        labels, _, of_output = op.get_attr("equation").decode().partition("->")
-        return not of_output or of_output[0] not in [of_input[:1] for of_input in labels.split(",")]
-    if op.type == "StridedSlice":
-        return bool((op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1)
-    if op.type == "ExpandDims":
-        axis, rank = tf.get_static_value(op.inputs[1]), op.outputs[0].shape.rank
-        return axis is None or rank is None or int(np.reshape(axis, -1)[0]) % rank == 0
-    if op.type in ("Pack", "Unpack"):
-        return op.get_attr("axis") == 0
-    return op.type == "MatMul" and op.get_attr("transpose_a")
-
-
-def sizes_of_examples(towers):
-    """Returns how many examples tower 0 is known to have: a dict from such sizes to that of the whole batch."""
-    leaves = zip(*[leaves_of_rows(tower.context.batch) for tower in towers])
-    known = [[leaf.shape.as_list()[0] if leaf.shape.rank else None for leaf in of_towers] for of_towers in leaves]
-    missing = towers[0].context.num_towers - len(towers)  # of other workers, taken to be as large
-    return {sizes[0]: sum(sizes) + missing * sizes[0] for sizes in known if None not in sizes and sizes[0]}
-
-
-def products(numbers, fewest=0):
-    """Returns all products of `fewest` or more of a few numbers, None among them left out: a set of floats."""
-    numbers = [number for number in numbers if number is not None]
-    return {float(np.prod(some)) for count in range(fewest, len(numbers) + 1) for some in itertools.combinations(numbers, count)}
 
 
 def _of_axis(op, number, axis):
@@ -99,8 +45,22 @@ def _of_axis(op, number, axis):
     return parts[axis:axis + 1]
 
 
+def _is_given_to_loop(op):
+    """Tells whether an op hands what does not change into a loop of control flow 1."""
+    return op.type == "Enter" and op.get_attr("is_constant")
+
+
+def _is_some_row(op, axis):
+    """Tells whether an op in a loop takes a part of an axis, another one in each round perhaps."""
+    if op.type not in ("Slice", "StridedSlice") or not is_in_loop(op):
+        return False
+    return op.type == "Slice" or not op.get_attr("begin_mask") & op.get_attr("end_mask") & 1 << axis
+
+
 def _is_of_segments(op):
-    return op.type.startswith("UnsortedSegment")
+    """Tells whether an op adds up, or else takes together, what belongs to each of a number of classes."""
+    is_by_number = op.type == "ScatterNd" and op.inputs[0].shape.rank and tf.dimension_value(op.inputs[0].shape[-1]) == 1
+    return bool(is_by_number) or op.type.startswith("UnsortedSegment")
 
 
 def _is_unsure(op):
@@ -120,6 +80,13 @@ def values_of(op):
     if op.type in LISTS:
         return [source for source, _ in axes_in_lists(op, 0)]
     return list(op.inputs) if numbers is None else [op.inputs[number] for number in numbers if number < len(op.inputs)]
+
+
+def _counts_unique(tensor):
+    """Tells whether a number is that of the rows that tf.unique leaves."""
+    while tensor.op.type in ("Cast", "Identity", "StridedSlice") or tensor.op.type in SIZES:
+        tensor = tensor.op.inputs[0]
+    return tensor.op.type in UNIQUE
 
 
 class Examples:
@@ -143,7 +110,8 @@ class Examples:
     def end_at(self, tensor):
         """Tells whether nothing is to be looked for behind a tensor: of the batch or of all towers, or where nothing is sure."""
         return (end_of(tensor) in self._leaves or tensor.op in self._stand_ins or stands_at_exchange(tensor.op)
-                or _is_unsure(tensor.op) and not _is_of_branches(tensor.op) and not axes_in_lists(tensor.op, 0))
+                or _is_unsure(tensor.op) and not _is_of_branches(tensor.op) and not axes_in_lists(tensor.op, 0)
+                and not _is_given_to_loop(tensor.op) and not made_in_loop(tensor.op))
 
     def is_given(self, tensor):
         """Tells whether a tensor is one of the tower's batch."""
@@ -155,10 +123,19 @@ class Examples:
         while stack:
             tensor = stack.pop()
             op = tensor.op
-            if op not in seen and op.type not in SIZES | NO_VALUES and not self.end_at(tensor) and not _is_unsure(op):
+            if op not in seen and op.type not in SIZES | NO_VALUES and not self.end_at(tensor):
                 seen.add(op)
-                stack.extend(op.inputs)
+                stack.extend(self.made_of(op) if _is_unsure(op) else op.inputs)
         return seen
+
+    def made_of(self, op):
+        """Returns the tensors whose values are in what an op makes, a list.
+
+        What a loop makes is made within it; but of each example by itself, of those that it is made of.
+        """
+        if op.type in LISTS and any(map(self.lie_along, mapped_from(op))):
+            return values_of(op)
+        return (made_in_loop(op) if op.type in LISTS or op.type == "Exit" else []) or values_of(op)
 
     def given_to(self, tensor):
         """Returns which tensors of the tower's batch a tensor's value is computed of, a set of (op, number of its output)."""
@@ -213,7 +190,7 @@ class Examples:
         """Tells whether an op adds up examples, where it is not of the kinds that have axes as an argument: a product, say."""
         if op.type == "L2Loss" or op.type in _COUNTS_CLASSES and op.outputs[0].shape.rank == 1:
             return self.lie_in(op.inputs[0])
-        if op.type == "UnsortedSegmentSum":
+        if op.type in _ADDS_BY_CLASS:
             return self.are_in_classes(op)
         if op.type not in PRODUCTS:
             return False
@@ -222,14 +199,30 @@ class Examples:
         return not takes_rows and any(self.lie_along(source, axis) for source, labels in zip(op.inputs, axes)
                                       for axis, label in enumerate(labels) if label not in axes[-1])
 
+    def are_taken_in_turn(self, op):
+        """Tells whether an op hands out what a loop made of examples that it took one after the other."""
+        seen, stack = set(), [tensor.op for tensor in made_in_loop(op)] if op.type == "Exit" else []
+        while stack:
+            op = stack.pop()
+            if op in seen or not is_in_loop(op) or op.type == "Enter":
+                continue
+            seen.add(op)
+            is_row = op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") & 1
+            if any(map(self.lie_along, op.inputs[:1] if is_row else values_of(op) if op.type in LISTS else ())):
+                return True
+            stack.extend(source.op for source in op.inputs)
+        return False
+
     def are_in_classes(self, op):
         """Tells whether an op takes together the examples of each of a number of classes, one that is known beforehand."""
         return _is_of_segments(op) and not self._may_be_for_each(op) and any(map(self.lie_in, list(op.inputs)[:2]))
 
     def _may_be_for_each(self, op):
         """Tells whether an op of segments may make them for each example, as it may where their number is computed."""
-        number = tf.get_static_value(op.inputs[2])
-        return number is None or any(size and number % size == 0 for size in self._sizes)
+        number = tf.get_static_value(op.inputs[2])  # of classes, or the shape of what they are scattered into
+        if number is None:
+            return not _counts_unique(op.inputs[2])
+        return any(size and np.reshape(number, -1)[0] % size == 0 for size in self._sizes)
 
     def _is_of_batch(self, tensor, axis, part):
         of_all = part[1] == 1 or part[1] != tf.dimension_value(tensor.shape[0])  # not one part, with all of them in it
@@ -282,7 +275,7 @@ class Examples:
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
             return [(source,) for source in op.inputs if are_counted(source)]
-        return [(source,) for source in (values_of(op) if op.type == "Switch" or op.type in LISTS else op.inputs)]
+        return [(source,) for source in (self.made_of(op) if op.type in LISTS | {"Exit", "Switch"} else op.inputs)]
 
     def _places(self, tensor, axis, part):
         op = tensor.op
@@ -290,7 +283,9 @@ class Examples:
             return []
         if op.type in _COUNTS_CLASSES or axis == 0 and _is_of_segments(op) and not self._may_be_for_each(op):
             return []
-        if op.type == "Slice" and axis == 0 and self._is_behind_examples(op):
+        if op.type == "Slice" and axis == 0 and self._is_behind_examples(op) or _is_some_row(op, axis):
+            return []
+        if op.type in UNIQUE and tensor is op.outputs[0]:
             return []
         if op in self.rows.joined and axis == 0:
             return [(self.rows.joined[op], 0, part)]

@@ -9,10 +9,11 @@ import tensorflow.compat.v1 as tf
 
 from towers.static_values import static_value
 
-__all__ = ["FILTERS", "SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes", "reduces_first_axis"]
+__all__ = ["EXTREMES", "FILTERS", "SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes", "reduces_first_axis"]
 
 WHOLE = (1, 1)
 SUMS = frozenset(["Mean", "Sum"])
+EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 FILTERS = frozenset(["Conv2D", "Conv2DBackpropInput", "Conv3D", "Conv3DBackpropInput", "Conv3DBackpropInputV2",
                      "DepthwiseConv2dNative", "Dilation2D"])
 

@@ -1,9 +1,10 @@
 """Rows that are chosen of others: how many there are is then told by the data, or a part of them is taken for all."""
 from towers.axes import SUMS, reduces_first_axis
 
-__all__ = ["COUNTS", "SAME_ROWS", "are_counted", "chooser", "is_one_hot"]
+__all__ = ["COUNTS", "SAME_ROWS", "UNIQUE", "are_counted", "chooser", "is_one_hot"]
 
 COUNTS = frozenset(["DynamicPartition", "Where"])  # which choose as many rows as the data say
+UNIQUE = frozenset(["Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"])
 SAME_ROWS = frozenset(["Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient", "StridedSlice", "Switch"])
 _CHANGES_RANK = frozenset(["CTCLoss", "OneHot", "SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits",
                            "DiagPart", "MatrixDiagPart", "Where"])
@@ -54,4 +55,4 @@ def are_counted(tensor):
 
 def _chooses_by_data(op):
     """Tells whether an op chooses as many rows as the data say, not one for each label, by a mask that is one-hot."""
-    return op.type == "Where" and not is_one_hot(op.inputs[0])
+    return op.type in UNIQUE or op.type == "Where" and not is_one_hot(op.inputs[0])

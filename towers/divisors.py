@@ -4,8 +4,9 @@ from typing import NamedTuple, Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import lies_along_examples, products, values_of
+from towers.along_examples import values_of
 from towers.axes import reduces_first_axis
+from towers.first_axis import lies_along_examples, products
 from towers.graph_walk import VARIABLES
 from towers.mapped import written_by
 

@@ -6,7 +6,7 @@ otherwise in silence, as in an adversarial step, a gradient penalty or an inner 
 """
 import warnings
 
-from towers.along_examples import sizes_of_examples
+from towers.first_axis import sizes_of_examples
 from towers.axes import reduced_axes
 from towers.gradient_hook import detail_of
 from towers.private import control_flow_of, forward_op_of

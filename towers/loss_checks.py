@@ -1,5 +1,6 @@
 """What is said, while towers are built, of losses whose average over towers is not the loss of the whole batch."""
-from towers.along_examples import Examples, sizes_of_examples
+from towers.along_examples import Examples
+from towers.first_axis import sizes_of_examples
 from towers.inner_gradients import warn_of_inner_gradients
 from towers.mixed_losses import warn_of_mixed
 from towers.number_powers import warn_of_powers

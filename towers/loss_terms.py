@@ -3,7 +3,7 @@ from typing import List, NamedTuple, Optional, Tuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import lies_along_examples
+from towers.first_axis import lies_along_examples
 from towers.axes import reduced_axes, reduces_first_axis
 from towers.divisors import (
     DIVIDES, MOST_DIVISORS, PASSES, RESHAPES, Divisor, divisors_of, divisors_within, is_given, number_of, size_of)

@@ -1,5 +1,5 @@
 """What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
-__all__ = ["LISTS", "axes_in_lists", "mapped_from", "reads_apart", "written_by"]
+__all__ = ["LISTS", "axes_in_lists", "carried_along", "made_in_loop", "mapped_from", "reads_apart", "written_by"]
 
 _GATHERS, _READS = "TensorArrayGatherV3", "TensorArrayReadV3"
 LISTS = frozenset([_GATHERS, _READS])  # what may hand out such rows, or one of them
@@ -9,6 +9,21 @@ def written_by(op):
     """Returns the tensor in a loop that each row of what an op hands out is in its round; None for any other op."""
     write = _write_of(op)
     return None if write is None else write.inputs[2]
+
+
+def carried_along(op):
+    """Returns the tensors along whose rows a loop goes that makes rows of them and of what it made of earlier ones; a list."""
+    reads, is_of_earlier = _read_for(op)
+    return [rows for read in reads for rows in _scattered(read.inputs[2])] if is_of_earlier else []
+
+
+def made_in_loop(op):
+    """Returns the tensors that a loop makes what an op hands out of: each row, or the state's first and next value; a list."""
+    if op.type != "Exit":
+        row = written_by(op)
+        return [] if row is None else [row]
+    merge = op.inputs[0].op.inputs[0].op
+    return [source.op.inputs[0] for source in merge.inputs if source.op.type in ("Enter", "NextIteration")]
 
 
 def axes_in_lists(op, axis):

@@ -10,18 +10,20 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import EXTREMES, PRODUCTS, values_of
-from towers.axes import SUMS, product_axes, reduced_axes
+from towers.along_examples import PRODUCTS
+from towers.axes import EXTREMES, SUMS, product_axes, reduced_axes
 from towers.chosen_rows import COUNTS, chooser, is_one_hot
 from towers.graph_walk import NO_VALUES, SIZES, writes_of
+from towers.mapped import LISTS
+from towers.private import is_in_loop
 
 __all__ = ["warn_of_mixed"]
 
 # What a loss may be of sums over examples: additions, and what only moves numbers.
 _ADDS = frozenset(["AccumulateNV2", "Add", "AddN", "AddV2", "BiasAdd", "BroadcastTo", "Cast", "ConcatV2", "Cumsum", "DiagPart",
                    "ExpandDims", "Gather", "GatherNd", "GatherV2", "Mean", "Merge", "Neg", "Pack", "Pad", "PadV2", "Reshape",
-                   "ReverseV2", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Switch", "Tile",
-                   "Transpose", "Unpack", "UnsortedSegmentSum"])
+                   "ReverseV2", "ScatterNd", "Slice", "Split", "SplitV", "Squeeze", "StridedSlice", "Sub", "Sum", "Switch",
+                   "Tile", "Transpose", "Unpack", "UnsortedSegmentSum"]) | LISTS | {"Enter", "Exit"}
 _HANDS_ON = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "PreventGradient", "Print", "Snapshot", "StopGradient"])
 _PRODUCTS = PRODUCTS | {"Mul"}
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
@@ -115,9 +117,9 @@ def _mixes(loss, examples, averaged, follows_returned):
         if reason is _RETURNS and op in averaged:
             continue
         seen.add((tensor.name, reason))
-        own = [source for source in values_of(op) if examples.are_in(source)]
+        own = [source for source in examples.made_of(op) if examples.are_in(source)]
         is_reduction = op.type in SUMS or op.type in EXTREMES
-        if op.type == "Mean" and _is_over_lengths(op, examples):
+        if op.type == "Mean" and not is_in_loop(op) and _is_over_lengths(op, examples):
             yield "lengths", op
         if is_reduction and examples.are_reduced(op):
             reason = reason or (("computes", op) if op.type in EXTREMES else None)
@@ -132,7 +134,7 @@ def _mixes(loss, examples, averaged, follows_returned):
             yield "chooses", op
         elif (reason is not None or op.type not in _ADDS) and _holds_pairs(op, examples):
             yield "pairs", op
-        elif reason is not None and examples.are_added_up(op):
+        elif reason is not None and (examples.are_added_up(op) or examples.are_taken_in_turn(op)):
             yield reason if reason is not _RETURNS else ("returns", op)
         elif op.type in _EXTREMES_OF_CLASSES and examples.are_in_classes(op):
             yield reason if reason not in (None, _RETURNS) else ("computes", op)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import sizes_of_examples
+from towers.first_axis import sizes_of_examples
 from towers.axes import SUMS, reduced_axes
 from towers.divisors import DIVIDES, PASSES, RESHAPES, is_given, number_of, size_of
 from towers.graph_walk import VARIABLES, ancestors

@@ -9,7 +9,8 @@ import warnings
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import sizes_of_examples
+from towers.first_axis import sizes_of_examples
+from towers.mapped import LISTS, carried_along
 
 __all__ = ["warn_of_positions"]
 
@@ -52,6 +53,8 @@ def warn_of_positions(losses, towers, examples, is_divided, stacklevel):
 def _runs_along_examples(op, examples):
     """Tells whether an op goes along the batch from row to row, or turns it, or takes all rows of it together and keeps them."""
     x = op.inputs[0] if op.inputs else None
+    if op.type in LISTS:
+        return any(map(examples.lie_along, carried_along(op)))
     if op.type in _RUNS_ALONG:
         axes = tf.get_static_value(op.inputs[_RUNS_ALONG[op.type]])
         return axes is not None and bool(x.shape.rank) and any(

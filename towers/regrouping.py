@@ -8,7 +8,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.along_examples import lies_along_examples, products, sizes_of_examples
+from towers.first_axis import lies_along_examples, products, sizes_of_examples
 
 __all__ = ["warn_of_regrouping"]
 

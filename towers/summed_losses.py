@@ -5,7 +5,7 @@ divided by the number of all: their average is N times too small, and so is ever
 """
 import warnings
 
-from towers.along_examples import sizes_of_examples
+from towers.first_axis import sizes_of_examples
 from towers.divisors import are_undone, by_examples, divisors_within, is_a_mean
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES
