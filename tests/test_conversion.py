@@ -643,10 +643,51 @@ def test_a_branch_that_holds_more_than_a_batch_norm_is_refused_by_name(layer):
         predicate = tf.placeholder_with_default(True, [])
         variables(3, tf.float32, "bn")
         return tf.reduce_mean(tf.cond(predicate, lambda: tf.nn.relu(tf.nn.fused_batch_norm(x, *variables(
-            3, tf.float32, "bn")[:2])[0]) if layer is fused else by_moments(x, "bn"), lambda: x))
+            3, tf.float32, "bn")[:2])[0]) if layer is fused else by_moments(tf.sin(x), "bn"), lambda: x))
 
     with pytest.raises(ValueError, match="convert_model.*'cond.*(inside a tf.cond or tf.while_loop|contains a batch norm)"):
         build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
+def of_moments_in_a_branch(x, name, training, resource=False):
+    """As tflearn's layer has it: moments and updates in the branch that trains, averages in the other one."""
+    with tf.variable_scope("", use_resource=resource):
+        gamma, beta, mean, variance = variables(x.shape[-1], x.dtype, name)
+
+    def trained():
+        moments = tf.nn.moments(x, list(range(x.shape.rank - 1)))
+        with tf.control_dependencies(update([mean, variance], moments)):
+            return [tf.identity(moment) for moment in moments]
+
+    return tf.nn.batch_normalization(
+        x, *tf.cond(training, trained, lambda: [tf.identity(mean), tf.identity(variance)]), beta, gamma, 1e-3)
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
+@pytest.mark.parametrize("resource", [False, True])
+@pytest.mark.parametrize("mode", [True, False])
+def test_moments_in_the_branch_that_trains_are_those_of_all_towers(mode, resource):
+    def model_fn(x):
+        training = tf.placeholder_with_default(mode, [])
+        y = of_moments_in_a_branch(x * tf.get_variable("w", [3], x.dtype, tf.ones_initializer()), "bn1", training, resource)
+        z = of_moments_in_a_branch(tf.nn.relu(y), "bn2", training, resource)
+        return tf.reduce_mean(tf.square(tf.sin(z) - 0.3 * x))
+
+    converted = tf_syncbn.convert_model(model_fn)
+    for sizes in ([3, 4], [1, 4, 2]):
+        assert_equals_one_batch(converted, batch_of([7, 5, 3], tf.float64), num_towers=len(sizes), sizes=sizes)
+    assert [layer.kind for layer in converted.converted] == ["moments", "moments"]
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
+def test_a_layer_of_moments_in_a_branch_is_that_of_all_towers():
+    def model_fn(x):
+        y = x * tf.get_variable("w", [3], x.dtype, tf.ones_initializer())
+        y = tf.cond(tf.placeholder_with_default(True, []), lambda: tf.nn.batch_normalization(
+            y, *tf.nn.moments(y, [0, 1]), None, None, 1e-3), lambda: y)
+        return tf.reduce_mean(tf.square(tf.sin(y) - 0.3 * x))
+
+    assert_equals_one_batch(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 3], tf.float64), num_towers=3)
 
 
 def test_a_batch_norm_in_a_function_is_refused_by_name():

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import calls_of
-from towers.private import control_flow_now, control_flow_of, forward_op_of
+from towers.private import branch_of, control_flow_now, control_flow_of, forward_op_of
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
 from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables, find_statistics, find_updates
-from tf_syncbn.conversion.fused_batch_norms import FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
+from tf_syncbn.conversion.fused_batch_norms import FUSED, MOVED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
 from tf_syncbn.conversion.squares import find_squares, squared
@@ -146,13 +146,15 @@ def _moments(variance, model):
             # The root of one number may be a loss or a summary.
             if not roots or not kept and not any(use_of(root, model) == "scales" for root in roots):
                 return None
-            trouble = _IN_CONTROL_FLOW if _is_in_control_flow(variance) else None
+            trouble = _IN_CONTROL_FLOW if _is_in_control_flow(variance) and not _is_given_to_branch(variance, x) else None
             if any(tf.dimension_value(x.shape[axis]) is None for axis in kept):
                 trouble = "the number of its channels is unknown, in %r of shape %s" % (x.name, x.shape)
             # What the model subtracts need not be the mean that its variance is of.
             means = [op for op in x.consumers() if op in model.order and op.type == "Mean" and reduced_axes(op) == reduced]
             number = tf.TensorShape([x.shape[axis] for axis in reduced]).num_elements()
             corrected = [(op, number) for op in corrected_by(number, variance.outputs[0], model)] if number else []
+            if corrected and _is_in_control_flow(variance):
+                trouble = _IN_CONTROL_FLOW
             return BatchNorm("moments", variance, x, kept, means=means, corrected=corrected, trouble=trouble)
     return None
 
@@ -166,6 +168,11 @@ def _takes_examples(op, reduced, model):
 
 def _is_in_control_flow(op):
     return control_flow_of(op) is not control_flow_now(op.graph)
+
+
+def _is_given_to_branch(op, x):
+    """Tells whether an op stands in a branch of a tf.cond, and is of a tensor from outside: it can be computed there."""
+    return branch_of(op) is not None and x.op.type in MOVED
 
 
 def _is_same(a, b):

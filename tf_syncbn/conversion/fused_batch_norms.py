@@ -5,10 +5,10 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import branch_of, control_flow_now, control_flow_of
 
-__all__ = ["FUSED", "BatchNorm", "channels_axis", "fused_batch_norm", "is_fused", "is_training", "outside_of_branch"]
+__all__ = ["FUSED", "MOVED", "BatchNorm", "channels_axis", "fused_batch_norm", "is_fused", "is_training", "outside_of_branch"]
 
 FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
-_MOVED = ("Switch", "RefSwitch")
+MOVED = ("Switch", "RefSwitch")
 
 
 class BatchNorm(NamedTuple):
@@ -115,7 +115,7 @@ def _other(merge, tensor, output):
 
 def _is_same_outside(a, b):
     """Tells whether what two branches of a tf.cond take is one tensor outside, one variable, or one constant."""
-    if branch_of(a.op) is None and branch_of(b.op) is None or a.op.type in _MOVED and b.op.type in _MOVED:
+    if branch_of(a.op) is None and branch_of(b.op) is None or a.op.type in MOVED and b.op.type in MOVED:
         return outside_of_branch(a) is outside_of_branch(b)
     if a.op.type != b.op.type or a.op.type not in ("ReadVariableOp", "Identity", "Const", "Fill", "Cast"):
         return False
@@ -129,7 +129,7 @@ def outside_of_branch(tensor):
     op = tensor.op
     if branch_of(op) is None:
         return tensor
-    if op.type in _MOVED:
+    if op.type in MOVED:
         return op.inputs[0]
     inputs = [outside_of_branch(t) for t in op.inputs]
     with tf.control_dependencies(None):

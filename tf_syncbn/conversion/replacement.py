@@ -12,7 +12,8 @@ from towers.cross_tower import all_reduce
 from towers.gradient_hook import detail_of, with_gradient
 from towers.graph_walk import ancestors, op_of, written_variable, written_variables
 from towers.ordering import read_after, takers_of
-from towers.private import branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, wait_only_for
+from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, wait_only_for,
+                            within_control_flow)
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
 from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
@@ -62,7 +63,7 @@ def remember_unreplaced(batch_norms, scopes, statistics, tower):
 
 def _moments_of(batch_norm):
     if batch_norm.kind == "moments":
-        return moments_over_towers(*_along_one_axis(batch_norm.x, batch_norm.kept), None)
+        return moments_over_towers(*_along_one_axis(outside_of_branch(batch_norm.x), batch_norm.kept), None)
     return moments_over_towers(_with_channels(outside_of_branch(batch_norm.x), batch_norm), batch_norm.kept[0], None)
 
 
@@ -116,7 +117,7 @@ class Replacement:
                     _remember(batch_norm, scope, _averages(index, self._statistics), lambda: whole, self._tower)
 
     def _waits_for(self, batch_norm):
-        if batch_norm.kind == "fused in tf.cond":
+        if branch_of(batch_norm.op) is not None:  # outside of which its moments are taken
             return []
         # TensorFlow leaves a control dependency to an op's constant inputs where it has others already.
         ops = batch_norm.ops + [tensor.op for op in batch_norm.ops for tensor in op.inputs if tensor.op.type == "Const"]
@@ -156,13 +157,15 @@ class Replacement:
         return with_gradient("ConvertedOutput", lambda: [tf.identity(y, name="output")], "Identity", replaced)[0], whole
 
     def _moments(self, batch_norm):
-        x, kept = self._now(batch_norm.x), batch_norm.kept
+        x, kept, flow = self._now(outside_of_branch(batch_norm.x)), batch_norm.kept, control_flow_of(batch_norm.op)
         whole = moments_over_towers(*_along_one_axis(x, kept), self._tower)
         _, mean, variance = (tf.cast(m, x.dtype) for m in split(whole))
         for op, new in [(batch_norm.op, variance)] + [(op, mean) for op in batch_norm.means]:
             keeps = op.get_attr("keep_dims")
             sizes = [size if i in kept else 1 for i, size in enumerate(x.shape.as_list()) if i in kept or keeps]
-            self._replace(op.outputs[0], tf.reshape(new, sizes))
+            new = tf.reshape(new, sizes)
+            with within_control_flow(flow):
+                self._replace(op.outputs[0], new if flow is None else tf.identity(new))
         self._replace_counts(batch_norm)
         for op, number in batch_norm.corrected:
             count = tf.reshape(split(tf.stop_gradient(whole))[0], [])
