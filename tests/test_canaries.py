@@ -9,7 +9,7 @@ from tensorflow.python.framework import config
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
-from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, is_deterministic, is_differentiable,
+from towers.private import (branches_of, control_flow_now, control_flow_of, forward_op_of, is_deterministic, is_differentiable,
                             is_recorded, not_recorded, outer_control_flow, rewire, run_after, runs_onednn, take_in,
                             taken_from_outside, wait_only_for, waiting_for, within_control_flow)
 
@@ -145,11 +145,11 @@ def test_the_branch_of_a_cond_and_its_predicate_are_known_one_level_deep():
         return build
 
     tf.cond(predicate, branch(0), branch(0))
-    assert branch_of(predicate.op) is None
-    found = [branch_of(tensor.op) for tensor in made[0]]
-    assert [number for _, number in found] == [1, 0]
-    assert all(of_branch is predicate or of_branch.op.inputs[0] is predicate for of_branch, _ in found)
-    assert [branch_of(tensor.op) for tensor in made[1]] == [None] * 4
+    assert branches_of(predicate.op) == []
+    found = [branches_of(tensor.op) for tensor in made[0]]
+    assert [[number for _, number in branches] for branches in found] == [[1], [0]]
+    assert all(of_branch is predicate or of_branch.op.inputs[0] is predicate for (of_branch, _), in found)
+    assert [[number for _, number in branches_of(tensor.op)] for tensor in made[1]] == [[1, 1], [0, 1], [1, 0], [0, 0]]
 
 
 def test_what_the_body_of_a_loop_takes_in_is_known():

@@ -679,6 +679,28 @@ def test_moments_in_the_branch_that_trains_are_those_of_all_towers(mode, resourc
     assert [layer.kind for layer in converted.converted] == ["moments", "moments"]
 
 
+@pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
+@pytest.mark.parametrize("kwargs", [{}, {"zero_debias_moving_mean": True}, {"fused": False}])
+@pytest.mark.parametrize("mode", [True, False])
+def test_layers_that_are_made_in_both_branches_of_their_own_mode_train_as_one_tower_does(mode, kwargs):
+    """As the networks for CIFAR-10 do that wrap contrib's layer in a tf.cond by the mode that the layer itself is fed."""
+    def layer(x, name, training):
+        from tensorflow.contrib import layers
+        return tf.cond(training, *[lambda reuse=reuse: layers.batch_norm(
+            x, 0.9, scale=True, is_training=training, updates_collections=None, scope=name, reuse=reuse, **kwargs)
+            for reuse in (None, True)])
+
+    def model_fn(x):
+        training = tf.placeholder_with_default(mode, [])
+        x *= tf.get_variable("scale", [3], tf.float32, tf.constant_initializer(1.3))
+        y = layer(tf.nn.relu(layer(x, "bn1", training)), "bn2", training)
+        return tf.reduce_mean(tf.square(tf.sin(y) - 0.3 * x))
+
+    for sizes in ([3, 4], [1, 4, 2]):
+        assert_equals_one_batch(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]), num_towers=len(sizes), sizes=sizes)
+
+
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
 def test_a_layer_of_moments_in_a_branch_is_that_of_all_towers():
     def model_fn(x):

@@ -4,7 +4,7 @@ An op of tower 0 that takes the place of a later tower's waits for nothing of wh
 examples that is written first, or in the same branch of a tf.cond. Such effects have to happen all the same.
 """
 from towers.graph_walk import CALLS, ancestors, descendants, is_ref
-from towers.private import branch_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for, waiting_for
+from towers.private import branches_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for, waiting_for
 
 __all__ = ["OwnEffects"]
 
@@ -42,7 +42,7 @@ class OwnEffects:
     def can_leave_out(self, op, writes):
         """Tells whether `leave_out` can take a write out of a tf.cond, `writes` being all of its variable in the tower."""
         is_of_ref = len(op.outputs) == 1 and is_ref(op.outputs[0]) and is_ref(op.inputs[0])
-        return (op in self._view.needed and len(writes) == 1 and branch_of(op) is not None and op.type not in CALLS
+        return (op in self._view.needed and len(writes) == 1 and len(branches_of(op)) == 1 and op.type not in CALLS
                 and (is_of_ref or not op.outputs)
                 and all(control_flow_of(taker) is control_flow_of(op) for taker in self.takers(op)))
 

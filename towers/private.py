@@ -13,7 +13,7 @@ try:
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branch_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_deterministic",
+__all__ = ["branches_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "is_deterministic",
            "is_differentiable", "is_in_loop", "is_recorded", "not_recorded", "outer_control_flow", "record_for_tapes",
            "rewire", "run_after", "runs_onednn", "take_in", "taken_from_outside", "wait_only_for", "waiting_for",
            "within_control_flow"]
@@ -60,15 +60,18 @@ def within_control_flow(flow):
             flow.Exit()
 
 
-def branch_of(op):
-    """Returns (predicate, number of the branch) of the tf.cond of control flow v1 that an op stands in, one level deep.
+def branches_of(op):
+    """Returns (predicate, number of the branch) of each tf.cond of control flow v1 that an op stands in, the inner ones first.
 
-    Returns None for an op outside of a tf.cond, in a tf.while_loop, or in a tf.cond within another one.
+    Returns an empty list for an op outside of a tf.cond, and in a tf.while_loop.
     """
-    flow = control_flow_of(op)
-    if flow is None or not flow.IsCondContext() or flow.outer_context is not control_flow_now(op.graph):
-        return None
-    return flow.pred, flow.branch
+    found, flow, now = [], control_flow_of(op), control_flow_now(op.graph)
+    while flow is not now:
+        if flow is None or not flow.IsCondContext():
+            return []
+        found.append((flow.pred, flow.branch))
+        flow = flow.outer_context
+    return found
 
 
 def rewire(op, index, tensor):

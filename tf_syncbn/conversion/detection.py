@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import calls_of
-from towers.private import branch_of, control_flow_now, control_flow_of, forward_op_of
+from towers.private import branches_of, control_flow_now, control_flow_of, forward_op_of
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
 from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables, find_statistics, find_updates
-from tf_syncbn.conversion.fused_batch_norms import FUSED, MOVED, BatchNorm, channels_axis, fused_batch_norm, is_fused, is_training
+from tf_syncbn.conversion.fused_batch_norms import (FUSED, MOVED, BatchNorm, channels_axis, fused_batch_norm, is_fused,
+                                                    is_training, never_runs)
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
 from tf_syncbn.conversion.squares import find_squares, squared
@@ -60,7 +61,7 @@ def find_batch_norms(ops, batch):
     for op in ops:
         if is_fused(op) and is_training(op):
             axes = set(model.layout.axes(op.inputs[0]))
-            if _is_of_rows(op, model):
+            if _is_of_rows(op, model) or never_runs(op):
                 continue
             if channels_axis(op) not in axes:
                 found.append(fused_batch_norm(op))
@@ -172,7 +173,7 @@ def _is_in_control_flow(op):
 
 def _is_given_to_branch(op, x):
     """Tells whether an op stands in a branch of a tf.cond, and is of a tensor from outside: it can be computed there."""
-    return branch_of(op) is not None and x.op.type in MOVED
+    return bool(branches_of(op)) and x.op.type in MOVED
 
 
 def _is_same(a, b):

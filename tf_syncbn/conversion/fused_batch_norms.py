@@ -3,9 +3,10 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.private import branch_of, control_flow_now, control_flow_of
+from towers.private import branches_of, control_flow_now, control_flow_of
 
-__all__ = ["FUSED", "MOVED", "BatchNorm", "channels_axis", "fused_batch_norm", "is_fused", "is_training", "outside_of_branch"]
+__all__ = ["FUSED", "MOVED", "BatchNorm", "channels_axis", "decider", "fused_batch_norm", "is_fused", "is_training", "never_runs",
+           "outside_of_branch"]
 
 FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 MOVED = ("Switch", "RefSwitch")
@@ -93,9 +94,22 @@ def fused_batch_norm(op):
     return BatchNorm(kind, op, op.inputs[0], (axis,), frozen=frozen, trouble=trouble)
 
 
+def decider(predicate):
+    """Returns what a tf.cond chooses by, as it is outside of all of them."""
+    while predicate.op.type in MOVED + ("Identity",):
+        predicate = predicate.op.inputs[0]
+    return predicate
+
+
+def never_runs(op):
+    """Tells whether an op stands in the one branch of a tf.cond within the other branch of another one, by the same predicate."""
+    chosen = {}
+    return any(chosen.setdefault(decider(predicate).name, branch) != branch for predicate, branch in branches_of(op))
+
+
 def _sibling(op):
     """Returns the batch norm in inference mode of the other branch of a tf.cond around `op`, or None."""
-    if branch_of(op) is None:
+    if not branches_of(op):
         return None
     merges = [(k, merge) for k in range(3) for merge in op.outputs[k].consumers()]
     others = {_other(merge, op.outputs[k], k) for k, merge in merges}
@@ -115,7 +129,7 @@ def _other(merge, tensor, output):
 
 def _is_same_outside(a, b):
     """Tells whether what two branches of a tf.cond take is one tensor outside, one variable, or one constant."""
-    if branch_of(a.op) is None and branch_of(b.op) is None or a.op.type in MOVED and b.op.type in MOVED:
+    if not branches_of(a.op) and not branches_of(b.op) or a.op.type in MOVED and b.op.type in MOVED:
         return outside_of_branch(a) is outside_of_branch(b)
     if a.op.type != b.op.type or a.op.type not in ("ReadVariableOp", "Identity", "Const", "Fill", "Cast"):
         return False
@@ -127,10 +141,10 @@ def _is_same_outside(a, b):
 def outside_of_branch(tensor):
     """Returns what a tensor inside a branch of tf.cond is made of, outside of it: the tensor itself, or a read, made anew."""
     op = tensor.op
-    if branch_of(op) is None:
+    if not branches_of(op):
         return tensor
     if op.type in MOVED:
-        return op.inputs[0]
+        return outside_of_branch(op.inputs[0])
     inputs = [outside_of_branch(t) for t in op.inputs]
     with tf.control_dependencies(None):
         made = op.graph.create_op(op.type, inputs, [t.dtype for t in op.outputs], attrs=op.node_def.attr, op_def=op.op_def)

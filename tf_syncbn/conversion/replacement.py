@@ -10,13 +10,13 @@ import tensorflow.compat.v1 as tf
 from towers.context import current_tower
 from towers.cross_tower import all_reduce
 from towers.gradient_hook import detail_of, with_gradient
-from towers.graph_walk import ancestors, op_of, written_variable, written_variables
+from towers.graph_walk import ancestors, op_of, writes_of, written_variable, written_variables
 from towers.ordering import read_after, takers_of
-from towers.private import (branch_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after, wait_only_for,
-                            within_control_flow)
+from towers.private import (branches_of, control_flow_now, control_flow_of, forward_op_of, rewire, run_after,
+                            wait_only_for, within_control_flow)
 from tf_syncbn.conversion.counts import with_counts
 from tf_syncbn.conversion.dependence import find_updates
-from tf_syncbn.conversion.fused_batch_norms import outside_of_branch
+from tf_syncbn.conversion.fused_batch_norms import decider, never_runs, outside_of_branch
 from tf_syncbn.kernels.moments import bessel, packed, parts, split
 from tf_syncbn.kernels.rows import accumulator
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
@@ -101,7 +101,7 @@ class Replacement:
     def __init__(self, added, statistics, tower):
         self._added, self._statistics, self._tower = added, statistics, tower
         self._made = added.ops()
-        self._updates = find_updates(self._made, statistics)
+        self._updates = find_updates(self._made, statistics) | {op for op in writes_of(self._made) if never_runs(op)}
         self._replaced = {}  # name of a tensor -> it, and the tensor that stands for it now
 
     def replace(self, batch_norm, index, scope):
@@ -117,7 +117,7 @@ class Replacement:
                     _remember(batch_norm, scope, _averages(index, self._statistics), lambda: whole, self._tower)
 
     def _waits_for(self, batch_norm):
-        if branch_of(batch_norm.op) is not None:  # outside of which its moments are taken
+        if branches_of(batch_norm.op):  # outside of which its moments are taken
             return []
         # TensorFlow leaves a control dependency to an op's constant inputs where it has others already.
         ops = batch_norm.ops + [tensor.op for op in batch_norm.ops for tensor in op.inputs if tensor.op.type == "Const"]
@@ -135,8 +135,9 @@ class Replacement:
 
     def _fused_in_cond(self, batch_norm):
         op, frozen = batch_norm.op, batch_norm.frozen
-        predicate, branch = branch_of(op)
-        training = predicate if branch else tf.logical_not(predicate)
+        chosen = {decider(predicate).name: (decider(predicate), branch) for predicate, branch in branches_of(op)}
+        training = functools.reduce(tf.logical_and, [
+            predicate if branch else tf.logical_not(predicate) for predicate, branch in chosen.values()])
         x, gamma, beta = (outside_of_branch(tensor) for tensor in op.inputs[:3])
         averages = [outside_of_branch(tensor) for tensor in frozen.inputs[3:5]]
         merged = [merge.outputs[0] for merge in op.outputs[0].consumers()]
@@ -144,7 +145,7 @@ class Replacement:
         moments = [tf.where_v2(training, new, old) for new, old in zip(_batch_moments(op, whole), averages)]
         for tensor, new in zip(op.outputs[:3], [y] + moments):
             for merge in tensor.consumers():
-                self._replace(merge.outputs[0], new)
+                self._replace_within(control_flow_of(merge), merge.outputs[0], new)
         return self._packed(whole)
 
     def _packed(self, whole):
@@ -157,15 +158,14 @@ class Replacement:
         return with_gradient("ConvertedOutput", lambda: [tf.identity(y, name="output")], "Identity", replaced)[0], whole
 
     def _moments(self, batch_norm):
-        x, kept, flow = self._now(outside_of_branch(batch_norm.x)), batch_norm.kept, control_flow_of(batch_norm.op)
+        x, kept = self._now(outside_of_branch(batch_norm.x)), batch_norm.kept
         whole = moments_over_towers(*_along_one_axis(x, kept), self._tower)
         _, mean, variance = (tf.cast(m, x.dtype) for m in split(whole))
         for op, new in [(batch_norm.op, variance)] + [(op, mean) for op in batch_norm.means]:
             keeps = op.get_attr("keep_dims")
             sizes = [size if i in kept else 1 for i, size in enumerate(x.shape.as_list()) if i in kept or keeps]
             new = tf.reshape(new, sizes)
-            with within_control_flow(flow):
-                self._replace(op.outputs[0], new if flow is None else tf.identity(new))
+            self._replace_within(control_flow_of(op), op.outputs[0], new)
         self._replace_counts(batch_norm)
         for op, number in batch_norm.corrected:
             count = tf.reshape(split(tf.stop_gradient(whole))[0], [])
@@ -195,6 +195,13 @@ class Replacement:
 
         for place, of_counts in batch_norm.counts.items():
             rewire(*place, with_counts(place, of_counts, whole))
+
+    def _replace_within(self, flow, old, new):
+        """Replaces a tensor of a tf.cond's branch, None for none, by one from outside."""
+        if flow is not control_flow_now(old.graph):
+            with within_control_flow(flow):
+                new = tf.identity(new)
+        self._replace(old, new)
 
     def _replace(self, old, new, is_sum=False):
         """Makes all that reads `old` read `new`, but for what `new` was made by, and what the model exchanges of a sum."""
