@@ -599,3 +599,21 @@ def test_two_builds_are_compared_each_by_itself():
     for activation in (tf.tanh, tf.sin):
         with tf.variable_scope("net", reuse=tf.AUTO_REUSE):
             towers.TowerBuilder(cpus(2)).build(lambda x: mean(activation(conv(x))), (X,))
+
+
+@pytest.mark.parametrize("resource", [False, True])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_rows_that_are_looked_up_once_or_each_time_are_alike(combiner, resource):
+    """TensorFlow 2.21 looks them up otherwise in the tower on whose device the table stands."""
+    tags = tf.SparseTensor([[0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]], np.array([1, 2, 3, 1, 2, 2]), [4, 2])
+
+    def model(tags, differs=False):
+        table = tf.get_variable("table", [5, 3], tf.float64, tf.ones_initializer(), use_resource=resource)
+        if differs and not towers.current_tower().is_first:
+            tags = tf.SparseTensor(tags.indices, tags.values + 1, tags.dense_shape)
+        return tf.reduce_mean(tf.square(tf.nn.embedding_lookup_sparse([table], tags, None, combiner=combiner)))
+
+    builder = towers.TowerBuilder(cpus(2), variable_placement="first")
+    builder.build(model, (tags,))
+    with tf.variable_scope("", reuse=True), pytest.raises(towers.TowerMismatchError):
+        builder.build(lambda tags: model(tags, True), (tags,))

@@ -12,6 +12,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.functions import MADE_UP, Functions
 from towers.graph_walk import VARIABLES, end_of
+from towers.lookups import looked_up
 from towers.private import taken_from_outside
 from towers.rows import is_sparse
 from towers.turns import TowerMismatchError, without_numbers
@@ -168,6 +169,10 @@ class _Comparison:
         if op.type in VARIABLES:
             self._report(op, other, "the variable %r is read, and in tower %d the variable %r"
                          % (op.name, self._other.index, other.name))
+            return
+        lookups = looked_up(op), looked_up(other)
+        if None not in lookups and len(lookups[0]) == len(lookups[1]):
+            self._stack.extend(zip(*lookups))
             return
         difference = self._difference_of_attributes(op, other)
         if difference is None and self._same_sizes and len(op.inputs) != len(other.inputs):
