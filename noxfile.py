@@ -20,8 +20,8 @@ LIBRARY_TESTS = ["tests", "--ignore=tests/examples"]
 BETWEEN = "tf2-keras2"
 V1_OF_BETWEEN = LIBRARY_TESTS + ["--ignore=tests/test_%s.py" % name for name in (
     "batch_norm_law", "benchmarks", "bits", "cluster", "conversion_forms", "crossings", "errors_page", "graph_function",
-    "inner_gradients", "launch", "law", "loop_in_turn", "mixed_losses", "number_powers", "one_client", "plain_scripts", "positions",
-    "recurrent", "regrouping", "site", "summed_losses", "whole_checkpoints", "worker_failures", "workers")]
+    "inner_gradients", "launch", "law", "loop_in_turn", "mixed_losses", "number_powers", "one_client", "plain_scripts",
+    "positions", "recurrent", "regrouping", "site", "summed_losses", "whole_checkpoints", "worker_failures", "workers")]
 OF_RESOURCES = ["tests/test_%s.py" % name for name in (
     "accumulation", "batch_norm_law", "bits", "builder", "checkpoints", "conversion", "estimator", "estimator_transforms",
     "gradients", "graph_function", "kernels", "law", "loop", "loop_in_turn", "masking", "recurrent", "renormalization",

@@ -135,7 +135,7 @@ def test_ops_are_added_to_a_loop_from_within_another_and_to_none_from_within_a_l
 
 
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
-def test_the_branch_of_a_cond_and_its_predicate_are_known_one_level_deep():
+def test_the_branch_of_a_cond_and_its_predicate_are_known():
     predicate, made = tf.placeholder(tf.bool, []), {0: [], 1: []}
 
     def branch(depth):

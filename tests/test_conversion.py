@@ -701,6 +701,34 @@ def test_layers_that_are_made_in_both_branches_of_their_own_mode_train_as_one_to
         assert_equals_one_batch(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]), num_towers=len(sizes), sizes=sizes)
 
 
+def mode_of(x):
+    return tf.placeholder_with_default(True, [])
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
+@pytest.mark.parametrize("layers, choose", [(20, mode_of), (1, mode_of), (0, lambda x: tf.reduce_mean(x) > 0)])
+def test_batch_norms_of_what_a_branch_makes_or_of_some_towers_are_refused_by_name(layers, choose):
+    """A network in a branch of its own is not made anew outside, however deep it is."""
+    def network(x, training):
+        x = x if layers else x * 2
+        for _ in range(layers):
+            y, *moments = tf.nn.fused_batch_norm(tf.sin(x), tf.ones([3]), tf.zeros([3]))
+            x = x + tf.cond(training, lambda y=y: y, lambda z=x: tf.nn.fused_batch_norm(
+                z, tf.ones([3]), tf.zeros([3]), tf.zeros([3]), tf.ones([3]), is_training=False)[0])
+        moments = tf.cond(training, lambda: tf.nn.moments(x, [0, 1, 2]), lambda: (tf.zeros([3]), tf.ones([3])))
+        return tf.nn.batch_normalization(x, *moments, None, None, 1e-3)
+
+    def model_fn(x):
+        training = choose(x)
+        if not layers:
+            moments = tf.cond(training, lambda: tf.nn.moments(x, [0, 1, 2]), lambda: (tf.zeros([3]), tf.ones([3])))
+            return tf.reduce_mean(tf.nn.batch_normalization(x, *moments, None, None, 1e-3))
+        return tf.reduce_mean(tf.cond(mode_of(x), lambda: network(x, training), lambda: x))
+
+    with pytest.raises(ValueError, match="can't sync the batch norm .*(inside a tf.cond or|by the tower's own examples)"):
+        build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
+
+
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
 def test_a_layer_of_moments_in_a_branch_is_that_of_all_towers():
     def model_fn(x):

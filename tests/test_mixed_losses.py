@@ -44,7 +44,7 @@ def sigmoids(x):
 
 
 def masked(x, mask):
-    return tf.reduce_sum(losses(x) * mask) / tf.reduce_sum(mask)
+    return masked_of(losses(x), mask)
 
 
 def distances(x):
@@ -132,6 +132,14 @@ def centers(x, classes):
     return tf.unsorted_segment_mean(features(x), classes, 7)
 
 
+def positive(x):
+    return tf.cast(x[:, 0] > -1.5, x.dtype) + 0.1
+
+
+def masked_of(of_each, mask):
+    return tf.reduce_sum(of_each * mask) / tf.reduce_sum(mask)
+
+
 def less_their_mean(x):
     return features(x) - tf.reduce_mean(features(x), 0)
 
@@ -192,6 +200,12 @@ MIXED = {
     "aligned guesses": lambda x, *_: -tf.reduce_mean(tf.reduce_sum(aligned(x) * tf.log(tf.nn.softmax(x)), 1)),
     "whitened features": lambda x, *_: tf.reduce_mean(tf.sin(whitened(x))),
     "a batch norm by hand": lambda x, *_: tf.reduce_mean(tf.sin(normalized_by_hand(x))),
+    "features less their mean, beside their number": lambda x, *_: {
+        "loss": masked_of(tf.reduce_sum(tf.square(less_their_mean(x)), 1), positive(x)), "weight": tf.reduce_sum(positive(x))},
+    "class weights by tf.unique_with_counts": lambda x, _, classes: tf.reduce_mean(losses(x) * tf.gather(
+        1 / tf.cast(tf.unique_with_counts(classes)[2], x.dtype), tf.unique_with_counts(classes)[1])),
+    "features less their mean, of rows of unknown width": lambda x, *_: tf.reduce_mean(tf.square(less_their_mean(
+        tf.reshape(tf.placeholder_with_default(x, [None, None]), [-1, C])))),
     "features less their mean, beside a number": lambda x, mask, _: {
         "loss": tf.reduce_sum(tf.reduce_sum(tf.square(less_their_mean(x)), 1) * mask) / tf.reduce_sum(mask),
         "weight": tf.reduce_sum(mask)},
@@ -337,6 +351,8 @@ MIXED_IN_A_BRANCH = {
         of_each_class_there_is(x, classes, tf.reduce_mean)),
     "a root of each class there is": lambda x, _, classes: tf.reduce_mean(tf.sqrt(
         of_each_class_there_is(x, classes, tf.reduce_sum))),
+    "a norm of each step in a loop": lambda x, *_: tf.while_loop(lambda k, _: k < C, lambda k, total: (
+        k + 1, total + tf.sqrt(tf.reduce_mean(turned(x)[k] ** 2))), (0, tf.zeros([], x.dtype)))[1],
     "a norm in a loop": lambda x, *_: tf.while_loop(lambda k, _: k < C, lambda k, total: (
         k + 1, total + tf.sqrt(tf.reduce_mean(features(x)[:, k] ** 2))), (0, tf.zeros([], x.dtype)))[1],
     "a root of tf.foldl": lambda x, *_: tf.sqrt(tf.foldl(
@@ -473,6 +489,8 @@ def of_candidates(x, classes, loss):
 MEANS = {
     "of classes that are drawn": lambda x, _, classes: of_candidates(x, classes, tf.nn.sampled_softmax_loss),
     "of noise against classes": lambda x, _, classes: of_candidates(x, classes, tf.nn.nce_loss),
+    "of what is looked up once": lambda x, _, classes: tf.reduce_mean(tf.square(losses(x) - tf.reduce_sum(tf.gather(
+        tf.gather(tf.diag(weights()), tf.unique(classes)[0]), tf.unique(classes)[1]), 1))),
     "of a term that is switched off": lambda x, mask, _: tf.reduce_mean(losses(x)) + 0.0 * tf.sqrt(tf.reduce_mean(losses(x))),
     "of each segment": of_each_segment,
     "as wide as the largest": as_wide_as_the_largest,
@@ -760,7 +778,17 @@ def by_an_average(x):
     return tf.nn.batch_normalization(x, *moments, None, weights(x.dtype), 1e-3)
 
 
+def by_quotients(x, invert):
+    mean, variance = moments = tf.nn.moments(x, [0])
+    for update in with_averages(x, moments):
+        tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update)
+    factor = invert(weights(x.dtype), tf.sqrt(variance + 1e-3))
+    return x * factor + (0.1 - mean * factor)
+
+
 OWN_BATCH_NORMS = {
+    "over roots": lambda x: by_quotients(x, tf.divide), "times inverses": lambda x: by_quotients(
+        x, lambda scale, root: scale * tf.math.reciprocal(root)),
     "in line": in_line, "squares": by_squares, "an average": by_an_average,
     "tf.layers": lambda x: tf.layers.batch_normalization(x * weights(x.dtype), training=True),
     "tf.layers, twice": lambda x: tf.layers.batch_normalization(tf.nn.relu(
@@ -793,6 +821,20 @@ def test_what_a_converted_model_is_told_of_is_not_said_twice():
     with pytest.warns(UserWarning, match="of all examples of a tower together that comes back to each of them") as caught:
         build(tf_syncbn.convert_model(model_fn), BATCH, 2)
     assert not [w for w in caught if WORDS in str(w.message)]
+
+
+def test_what_stands_behind_a_converted_part_of_a_model_is_looked_at():
+    def part(x):
+        return tf.layers.batch_normalization(x * weights(x.dtype), training=True)
+
+    converted = tf_syncbn.convert_model(part)
+
+    def model_fn(x, *_):
+        y = converted(x)
+        return tf.reduce_mean(tf.square(tf.sin(y) - tf.reduce_max(tf.sin(y), 0)))
+
+    with pytest.warns(UserWarning, match="comes back to each of them"):
+        build(model_fn, BATCH, 2)
 
 
 def test_what_comes_back_to_examples_is_named():

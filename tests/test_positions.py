@@ -99,6 +99,11 @@ def mapped(x, y, _):
     return loss_of(tf.map_fn(lambda row: tf.cumsum(row) * tf.nn.softmax(row), features(x)), y)
 
 
+def loops_in_a_map(x, y, _):
+    h = tf.map_fn(lambda row: tf.while_loop(lambda k, _: k < 3, lambda k, s: (k + 1, tf.tanh(s)), (0, row))[1], features(x))
+    return loss_of(tf.map_fn(lambda row: tf.map_fn(tf.sin, row), h), y)
+
+
 def one_by_one(x, y, _):
     return tf.add_n([tf.reduce_sum(tf.square(features(row[tf.newaxis]))) * 0.1 for row in tf.unstack(x)]) / len(tf.unstack(x))
 
@@ -123,8 +128,8 @@ def looked_up(x, y, labels):
     return loss_of(features(x) + tf.nn.embedding_lookup(table, labels) - table[:1], y)
 
 
-ALIKE = [in_parts, joined_again, two_networks_at_once, along_time, time_major, scanned_over_time, mapped, one_by_one, neighbours,
-         of_all, seen_only, looked_up]
+ALIKE = [in_parts, joined_again, two_networks_at_once, along_time, time_major, scanned_over_time, mapped, loops_in_a_map,
+         one_by_one, neighbours, of_all, seen_only, looked_up]
 
 
 def unsized(model_fn):

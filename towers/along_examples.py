@@ -16,7 +16,7 @@ from towers.single_rows import Rows
 __all__ = ["PRODUCTS", "Examples", "values_of"]
 
 PRODUCTS = frozenset(["BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"])
-# Behind which nothing is sure: loops, branches and state.
+# Behind which nothing is sure, but for some of them: loops, branches and state.
 _UNSURE = ("Assign", "Case", "Enter", "Exit", "If", "Loop", "Merge", "NextIteration", "PyFunc", "Ref", "StatefulPartitionedCall",
            "StatelessIf", "StatelessWhile", "Switch", "TensorArray", "TensorList", "While")
 # The numbers of the inputs that `values_of` is of, where not of all.
@@ -54,7 +54,11 @@ def _is_some_row(op, axis):
     """Tells whether an op in a loop takes a part of an axis, another one in each round perhaps."""
     if op.type not in ("Slice", "StridedSlice") or not is_in_loop(op):
         return False
-    return op.type == "Slice" or not op.get_attr("begin_mask") & op.get_attr("end_mask") & 1 << axis
+    if op.type == "Slice" or op.get_attr("ellipsis_mask") | op.get_attr("new_axis_mask"):
+        return True
+    count, taken = tf.dimension_value(op.inputs[1].shape[0]), op.get_attr("shrink_axis_mask")
+    kept = [i for i in range(count or 0) if not taken & 1 << i]  # which of the slice's bounds an axis of the output has
+    return count is None or axis < len(kept) and not op.get_attr("begin_mask") & op.get_attr("end_mask") & 1 << kept[axis]
 
 
 def _is_of_segments(op):
@@ -225,12 +229,13 @@ class Examples:
         return any(size and np.reshape(number, -1)[0] % size == 0 for size in self._sizes)
 
     def _is_of_batch(self, tensor, axis, part):
-        of_all = part[1] == 1 or part[1] != tf.dimension_value(tensor.shape[0])  # not one part, with all of them in it
+        # Not one part, with all of them in it.
+        of_all = part[1] in (1, None) or part[1] != tf.dimension_value(tensor.shape[0])
         return axis == 0 and part[0] == 1 and of_all and end_of(tensor) in self._of_rows
 
     def _is_made_as_long(self, tensor, axis, _):
         op = tensor.op
-        numbers = _SAY_SIZES.get(op.type, ())
+        numbers = _SAY_SIZES.get(op.type, ()) if axis == 0 or not _is_of_segments(op) else ()
         return any(self.are_in(size) for number in numbers if number < len(op.inputs) for size in _of_axis(op, number, axis))
 
     def _is_repeated(self, tensor, axis, _):
@@ -285,7 +290,7 @@ class Examples:
             return []
         if op.type == "Slice" and axis == 0 and self._is_behind_examples(op) or _is_some_row(op, axis):
             return []
-        if op.type in UNIQUE and tensor is op.outputs[0]:
+        if op.type in UNIQUE and tensor.value_index != 1:  # which is the number of each example's value among them
             return []
         if op in self.rows.joined and axis == 0:
             return [(self.rows.joined[op], 0, part)]

@@ -9,7 +9,8 @@ import tensorflow.compat.v1 as tf
 
 from towers.static_values import static_value
 
-__all__ = ["EXTREMES", "FILTERS", "SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes", "reduces_first_axis"]
+__all__ = ["EXTREMES", "FILTERS", "REDUCTIONS", "SUMS", "WHOLE", "axes_behind", "product_axes", "reduced_axes",
+           "reduces_first_axis"]
 
 WHOLE = (1, 1)
 SUMS = frozenset(["Mean", "Sum"])
@@ -17,7 +18,7 @@ EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 FILTERS = frozenset(["Conv2D", "Conv2DBackpropInput", "Conv3D", "Conv3DBackpropInput", "Conv3DBackpropInputV2",
                      "DepthwiseConv2dNative", "Dilation2D"])
 
-_REDUCTIONS = frozenset(["All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"])
+REDUCTIONS = frozenset(["All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"])
 _BROADCASTS = frozenset([
     "Add", "AddV2", "BroadcastTo", "Div", "DivNoNan", "Equal", "FloorDiv", "FloorMod", "Greater", "GreaterEqual", "Less",
     "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mul", "MulNoNan", "NotEqual", "Pow", "RealDiv", "SelectV2",
@@ -36,8 +37,8 @@ def axes_behind(tensor, axis, part=WHOLE):
         return []
     if op.type == "Reshape":
         return _reshaped(op.inputs[0], tensor, axis, part)
-    if op.type in _REDUCTIONS or op.type in _ONE_INPUT:
-        kept = _kept_by_reduction(op) if op.type in _REDUCTIONS else _ONE_INPUT[op.type](op, tensor)
+    if op.type in REDUCTIONS or op.type in _ONE_INPUT:
+        kept = _kept_by_reduction(op) if op.type in REDUCTIONS else _ONE_INPUT[op.type](op, tensor)
         found = [(op.inputs[0], kept[axis])] if kept is not None and axis < len(kept) and kept[axis] is not None else []
     elif op.type in _BROADCASTS:
         found = [(source, axis - rank + source.shape.rank) for source in op.inputs

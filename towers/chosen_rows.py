@@ -26,7 +26,7 @@ def chooser(tensor):
         seen.add(op)
         if op.type in ("Gather", "GatherV2", "GatherNd"):
             found = _unmoved(op.inputs[1])
-            if _chooses_by_data(found.op) or found.op.type == "TopKV2" and found.op.inputs[0].shape.rank == 1:
+            if _is_by_mask(found.op) or found.op.type == "TopKV2" and found.op.inputs[0].shape.rank == 1:
                 return found.op
         elif op.type == "DynamicPartition" or op.type == "TopKV2" and op.inputs[0].shape.rank == 1:
             return op
@@ -50,9 +50,10 @@ def _unmoved(tensor):
 
 def are_counted(tensor):
     """Tells whether how many rows a tensor has is told by the data."""
-    return chooser(tensor) is not None or _chooses_by_data(_unmoved(tensor).op)
+    rows = _unmoved(tensor)
+    return chooser(tensor) is not None or _is_by_mask(rows.op) or rows.op.type in UNIQUE and rows.value_index != 1
 
 
-def _chooses_by_data(op):
+def _is_by_mask(op):
     """Tells whether an op chooses as many rows as the data say, not one for each label, by a mask that is one-hot."""
-    return op.type in UNIQUE or op.type == "Where" and not is_one_hot(op.inputs[0])
+    return op.type == "Where" and not is_one_hot(op.inputs[0])

@@ -5,7 +5,7 @@ The one global of the library lives here: the tower whose model function is runn
 """
 import contextlib
 import threading
-from typing import Any, ContextManager, List, NamedTuple, Optional, Union
+from typing import Any, ContextManager, List, NamedTuple, Optional, Set, Union
 
 import tensorflow.compat.v1 as tf
 
@@ -48,7 +48,7 @@ class TowerContext:
       spans: list of `Span`, ops that `span` and `may_differ` hold together.
       asked: `towers.estimators.tower_optimizer.Asked`, what optimizers of the model function were asked for; None where nobody
         carries it out.
-      is_examined: bool, whether what takes all examples together and comes back to each was looked for already.
+      examined: set of ops in which what takes all examples together and comes back to each was looked for already.
     """
 
     def __init__(self, index: int, num_towers: int, device: str, aggregation_device: str, training: Union[bool, Tensor],
@@ -65,7 +65,7 @@ class TowerContext:
         self.batch: tuple = ()
         self.spans: List[Span] = []
         self.asked: Any = None
-        self.is_examined = False
+        self.examined: Set[Operation] = set()
 
     def __repr__(self) -> str:
         return "TowerContext(index=%d, num_towers=%d, device=%r)" % (self.index, self.num_towers, self.device)

@@ -4,15 +4,13 @@ import itertools
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.axes import EXTREMES, SUMS, reduces_first_axis
+from towers.axes import REDUCTIONS, reduces_first_axis
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import SIZES, end_of
 from towers.mapped import mapped_from
 from towers.own_data import leaves_of_rows, own_leaves
 
 __all__ = ["lies_along_examples", "products", "sizes_of_examples"]
-
-_REDUCTIONS = SUMS | EXTREMES | {"All", "Any", "ArgMax", "ArgMin"}
 
 
 def lies_along_examples(tensor, context):
@@ -37,7 +35,7 @@ def lies_along_examples(tensor, context):
 
 def _turns(op):
     """Tells whether an op's output may have another first axis than its input."""
-    if op.type in _REDUCTIONS:
+    if op.type in REDUCTIONS:
         return reduces_first_axis(op) is not False
     if op.type == "Transpose":
         order = tf.get_static_value(op.inputs[1])

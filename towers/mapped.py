@@ -1,4 +1,6 @@
 """What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
+from towers.private import control_flow_of
+
 __all__ = ["LISTS", "axes_in_lists", "carried_along", "made_in_loop", "mapped_from", "reads_apart", "written_by"]
 
 _GATHERS, _READS = "TensorArrayGatherV3", "TensorArrayReadV3"
@@ -66,7 +68,8 @@ def _read_for(op):
         if op.type == _READS and op.inputs[1] is write.inputs[1]:
             found.append(op)
         else:
-            is_of_earlier = is_of_earlier or op.type == "NextIteration" and op.outputs[0].dtype.is_floating
+            is_of_earlier = is_of_earlier or (op.type == "NextIteration" and op.outputs[0].dtype.is_floating
+                                              and control_flow_of(op) is control_flow_of(write))  # no loop within it
             stack.extend(source.op for source in op.inputs)
     return found, is_of_earlier
 

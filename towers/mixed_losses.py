@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from towers.along_examples import PRODUCTS
 from towers.axes import EXTREMES, SUMS, product_axes, reduced_axes
 from towers.chosen_rows import COUNTS, chooser, is_one_hot
-from towers.graph_walk import NO_VALUES, SIZES, writes_of
+from towers.graph_walk import NO_VALUES, SIZES, VARIABLES, writes_of
 from towers.mapped import LISTS
 from towers.private import is_in_loop
 
@@ -28,6 +28,7 @@ _HANDS_ON = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "PreventG
 _PRODUCTS = PRODUCTS | {"Mul"}
 _DIVIDES = frozenset(["Div", "DivNoNan", "RealDiv"])
 _EXTREMES_OF_CLASSES = frozenset(["UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"])
+_COUNT_UNIQUE = frozenset(["UniqueWithCounts", "UniqueWithCountsV2"])
 _PAIRWISE = frozenset(["Add", "AddV2", "Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr",
                        "Maximum", "Minimum", "Mul", "NotEqual", "RealDiv", "SquaredDifference", "Sub"])
 
@@ -63,8 +64,8 @@ def warn_of_mixed(losses, towers, examples, stacklevel):
     outputs = towers[0].outputs
     weight = outputs.get("weight") if isinstance(outputs, dict) else None
     is_counted = tf.is_tensor(weight) and examples.are_in(weight)
-    for kind, op in _mixes(losses[0], examples, _averaged(towers[0], examples), not towers[0].context.is_examined):
-        if is_counted and kind == "returns" and not _is_of_others(op, weight, examples):
+    for kind, op in _mixes(losses[0], examples, _averaged(towers[0], examples) | towers[0].context.examined):
+        if is_counted and kind == "returns" and _counts_as(op, weight, examples):
             continue
         if is_counted and kind in ("means", "divides", "counts"):
             if kind == "means" or _is_of_others(op, weight, examples):
@@ -88,6 +89,13 @@ def _is_of_others(op, weight, examples):
     return bool(of_number and of_weight) and of_number.isdisjoint(of_weight)
 
 
+def _counts_as(op, weight, examples):
+    """Tells whether an op adds up what is of no variable, of the same tensors of the batch that a "weight" is of."""
+    if op.type != "Sum" or any(made.type in VARIABLES for made in examples.needed_by(op.inputs[0])):
+        return False
+    return examples.given_to(op.inputs[0]) == examples.given_to(weight)
+
+
 def _averaged(tower, examples):
     """Returns the ops of what is one for all of a tower's examples and goes into a variable, a moving average say; a set."""
     seen, stack = set(), [tensor for op in writes_of(tower.ops) for tensor in op.inputs]
@@ -99,14 +107,13 @@ def _averaged(tower, examples):
     return seen
 
 
-def _mixes(loss, examples, averaged, follows_returned):
+def _mixes(loss, examples, passed):
     """Yields (kind, op) where a loss takes examples together otherwise than by their sum.
 
     Args:
       loss: scalar tensor.
       examples: `towers.along_examples.Examples`.
-      averaged: set of ops behind which nothing is looked for that comes back to examples.
-      follows_returned: bool, whether anything is.
+      passed: set of ops behind which nothing is looked for that comes back to examples.
     """
     seen, stack = set(), [(loss, None)]
     while stack:
@@ -114,7 +121,7 @@ def _mixes(loss, examples, averaged, follows_returned):
         op = tensor.op
         if (tensor.name, reason) in seen or examples.end_at(tensor) or not examples.are_in(tensor):
             continue
-        if reason is _RETURNS and op in averaged:
+        if reason is _RETURNS and op in passed:
             continue
         seen.add((tensor.name, reason))
         own = [source for source in examples.made_of(op) if examples.are_in(source)]
@@ -134,14 +141,15 @@ def _mixes(loss, examples, averaged, follows_returned):
             yield "chooses", op
         elif (reason is not None or op.type not in _ADDS) and _holds_pairs(op, examples):
             yield "pairs", op
-        elif reason is not None and (examples.are_added_up(op) or examples.are_taken_in_turn(op)):
+        elif reason is not None and (examples.are_added_up(op) or examples.are_taken_in_turn(op)
+                                     or op.type in _COUNT_UNIQUE and tensor.value_index == 2):
             yield reason if reason is not _RETURNS else ("returns", op)
         elif op.type in _EXTREMES_OF_CLASSES and examples.are_in_classes(op):
             yield reason if reason not in (None, _RETURNS) else ("computes", op)
         stack.extend(_sources(tensor, own, reason, examples))
         looked_up = _looked_up(op, own, examples)
         stack.extend((source, ("shares", op)) for source in looked_up)
-        if follows_returned and examples.lie_in(tensor):
+        if op not in passed and examples.lie_in(tensor):
             stack.extend((source, _RETURNS) for source in own if source.shape.rank and not any(
                 source is each for each in looked_up) and not examples.lie_in(source) and not examples.are_spread(source))
 
@@ -163,10 +171,11 @@ def _sources(tensor, own, reason, examples):
     if op.type in _DIVIDES and not (reason is not None and reason[0] == "shares"):
         divisor = [op.inputs[1]] if any(source is op.inputs[1] for source in own) else []
         divided = [op.inputs[0]] if any(source is op.inputs[0] for source in own) else []
-        by = ("divides", op)
+        by = _RETURNS if reason is _RETURNS else ("divides", op)
         return [(source, by) for source in divisor] + [(source, reason or (by if divisor else None)) for source in divided]
     if op.type in ("Reciprocal", "Inv"):
-        return [(source, reason if reason is not None and reason[0] == "shares" else ("divides", op)) for source in own]
+        return [(source, reason if reason is not None and reason[0] in ("shares", "returns") else ("divides", op))
+                for source in own]
     if op.type in _HANDS_ON or op.type == "IdentityN":
         return [(op.inputs[number], reason)]
     if op.type == "Pow" and tf.get_static_value(op.inputs[1]) == 1:

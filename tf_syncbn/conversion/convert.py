@@ -16,8 +16,8 @@ from towers.annotations import ConvertedModelFn, ModelFn, Shape
 from towers.context import current_tower
 from towers.graph_walk import ancestors
 from towers.inner_training import refuse_training
-from towers.own_data import leaves_of_rows
-from towers.private import forward_op_of, is_recorded
+from towers.own_data import leaves_of_rows, takes_own_data
+from towers.private import branches_of, forward_op_of, is_recorded
 from towers.turns import TowerMismatchError
 from tf_syncbn.conversion.crossings import find_crossings
 from tf_syncbn.conversion.dependence import find_statistics
@@ -84,7 +84,8 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
       It raises, while the graph is built:
       ValueError: where there is nothing to convert, or nothing that `only` chooses; where a batch norm was
         differentiated inside `model_fn`, is recorded by a tf.GradientTape, stands in a tf.while_loop, a tf.function, or a
-        tf.cond that holds more than the two modes of it, or has an unknown number of moments; or where the output waits for
+        tf.cond by the tower's own examples, or one that holds more than the two modes of it, or moments of what is made
+        within it; has an unknown number of moments; or where the output waits for
         its update in a tf.cond of control flow 2. `compute_gradients` raises it where a gradient builds a batch norm anew
         (`recompute_grad`).
       TowerMismatchError: (a ValueError) where towers' batch norms differ.
@@ -127,7 +128,7 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
                 "batch of another size? tf.squeeze(x), say, takes away the axis of one example."
                 % (tower.index, len(found), len(chosen)))
         found, scopes = ([x for x, is_chosen in zip(several, chosen) if is_chosen] for several in (found, scopes))
-        _check(found, scopes, added.ops(), recorded)
+        _check(found, scopes, added.ops(), recorded, tower)
         if tower.is_first:
             if only is None:
                 tower.meetings.gradient_checks.append(_check_recomputed)
@@ -167,7 +168,7 @@ def _find(added, batch, outputs, only, tower):
     if tower.is_first and tower.num_towers > 1:
         crossings = find_crossings(model, known, ancestors([leaf for leaf in tf.nest.flatten(outputs) if tf.is_tensor(leaf)]))
         _warn_of_crossings([_scope_of(op, tower) for op in crossings], unknown, only)
-    tower.is_examined = True
+    tower.examined.update(added.ops())
     if found and unknown and tower.is_first:
         warnings.warn("convert_model: what looks like a batch norm is of no kind that it knows, and keeps the moments of each "
                       "tower: %s. %s" % (", ".join(map(repr, unknown)), _MEND), stacklevel=4)
@@ -218,12 +219,15 @@ def _noting_recorded():
         yield recorded
 
 
-def _check(batch_norms, scopes, made, recorded):
+def _check(batch_norms, scopes, made, recorded, tower):
     """Raises for batch norms that can't be synced."""
     differentiated = {forward_op_of(op) for op in made}
     for batch_norm, scope in zip(batch_norms, scopes):
         if batch_norm.trouble:
             raise ValueError("convert_model can't sync the batch norm %r: %s." % (scope, batch_norm.trouble))
+        if takes_own_data([predicate for predicate, _ in branches_of(batch_norm.op)], tower):
+            raise ValueError("convert_model can't sync the batch norm %r: it stands in a tf.cond by the tower's own examples, so "
+                             "that some towers would normalize by moments, and others not." % scope)
         if any(op in recorded for op in batch_norm.ops):
             raise ValueError("convert_model: a tf.GradientTape, or a function that uses one (recompute_grad), records the batch "
                              "norm %r, which by then is not synced. Take the gradients by tf.gradients, use "

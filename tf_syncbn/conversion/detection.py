@@ -14,8 +14,8 @@ from towers.private import branches_of, control_flow_now, control_flow_of, forwa
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
 from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables, find_statistics, find_updates
-from tf_syncbn.conversion.fused_batch_norms import (FUSED, MOVED, BatchNorm, channels_axis, fused_batch_norm, is_fused,
-                                                    is_training, never_runs)
+from tf_syncbn.conversion.fused_batch_norms import (FUSED, BatchNorm, channels_axis, fused_batch_norm, given_to_branch,
+                                                    is_fused, is_training, never_runs)
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
 from tf_syncbn.conversion.squares import find_squares, squared
@@ -61,13 +61,13 @@ def find_batch_norms(ops, batch):
     for op in ops:
         if is_fused(op) and is_training(op):
             axes = set(model.layout.axes(op.inputs[0]))
-            if _is_of_rows(op, model) or never_runs(op):
+            if _is_of_rows(op, axes) or never_runs(op):
                 continue
             if channels_axis(op) not in axes:
                 found.append(fused_batch_norm(op))
             elif axes != {channels_axis(op)}:  # else each example is normalized by itself
                 suspects.append(op)
-        elif op.type == "Mean":
+        elif op.type == "Mean" and not never_runs(op):
             batch_norm = _moments(op, model)
             if batch_norm is not None:
                 (of_variables if op in model.of_weights else found).append(batch_norm)
@@ -90,18 +90,22 @@ def find_batch_norms(ops, batch):
         counts.update((place, of_counts) for place, of_counts in beside.items() if place not in known)
         known.update(counts)
         in_order = sorted(counts.items(), key=lambda item: (model.order[item[0][0]], item[0][1]))
-        found[k] = batch_norm._replace(counts=dict(in_order))
+        is_apart = batch_norm.kind == "moments" and bool(counts) and _is_in_control_flow(batch_norm.op)
+        trouble = batch_norm.trouble or (_IN_CONTROL_FLOW if is_apart else None)
+        found[k] = batch_norm._replace(counts=dict(in_order), trouble=trouble)
     return Found(found, suspects, of_variables, model, known)
 
 
-def _is_of_rows(op, model):
+def _is_of_rows(op, axes):
     """Tells whether a fused op normalizes the rows of a matrix, [1, rows, features, 1], as Keras' LayerNormalization does.
 
-    In a tower of one example it can't be told along which axes of size 1 that lies. A batch norm has a scale, or averages.
+    In a tower of one example it can't be told along which axis of size 1 that lies; `axes` are the presumed ones. A batch norm
+    has a scale, or averages.
     """
     x = op.inputs[0]
     return (x.op.type == "Reshape" and channels_axis(op) == 1 and x.shape.rank == 4 and x.shape.as_list()[::3] == [1, 1]
-            and op.inputs[1].op not in model.of_weights and not any(tensor.consumers() for tensor in op.outputs[1:3]))
+            and axes <= {0} and _unchanged(op.inputs[1].op).type in ("Const", "Fill")
+            and not any(tensor.consumers() for tensor in op.outputs[1:3]))
 
 
 def _by_averages(batch_norms, ops, batch):
@@ -173,7 +177,7 @@ def _is_in_control_flow(op):
 
 def _is_given_to_branch(op, x):
     """Tells whether an op stands in a branch of a tf.cond, and is of a tensor from outside: it can be computed there."""
-    return bool(branches_of(op)) and x.op.type in MOVED
+    return bool(branches_of(op)) and not branches_of(given_to_branch(x).op)
 
 
 def _is_same(a, b):

@@ -3,10 +3,11 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from towers.graph_walk import is_ref
 from towers.private import branches_of, control_flow_now, control_flow_of
 
-__all__ = ["FUSED", "MOVED", "BatchNorm", "channels_axis", "decider", "fused_batch_norm", "is_fused", "is_training", "never_runs",
-           "outside_of_branch"]
+__all__ = ["FUSED", "MOVED", "BatchNorm", "channels_axis", "decider", "fused_batch_norm", "given_to_branch", "is_fused",
+           "is_training", "never_runs", "outside_of_branch"]
 
 FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 MOVED = ("Switch", "RefSwitch")
@@ -87,7 +88,7 @@ def fused_batch_norm(op):
         trouble = "the number of its channels is unknown, in %r of shape %s" % (op.inputs[1].name, op.inputs[1].shape)
     elif kind == "fused in tf.cond":
         frozen = _sibling(op)
-        if frozen is None:
+        if frozen is None or branches_of(given_to_branch(op.inputs[0]).op):
             trouble = ("it stands inside a tf.cond or tf.while_loop, and towers can meet only where every tower comes each step. "
                        "A tf.cond that chooses between the two modes of one fused batch norm, of the same input, and holds "
                        "nothing else, can be synced: for others give `training` as a bool, or move the layer out")
@@ -95,10 +96,20 @@ def fused_batch_norm(op):
 
 
 def decider(predicate):
-    """Returns what a tf.cond chooses by, as it is outside of all of them."""
-    while predicate.op.type in MOVED + ("Identity",):
+    """Returns what a tf.cond chooses by, as it is outside of all of them; what was read of a ref variable stays what was read."""
+    while predicate.op.type in MOVED or predicate.op.type == "Identity" and not is_ref(predicate.op.inputs[0]):
         predicate = predicate.op.inputs[0]
     return predicate
+
+
+def given_to_branch(tensor):
+    """Returns what a tensor in a branch of a tf.cond is where the branch, and each that this stands in, took it from outside.
+
+    It may have been made in one of them: then that is returned.
+    """
+    while tensor.op.type in MOVED and branches_of(tensor.op):
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def never_runs(op):
@@ -130,7 +141,7 @@ def _other(merge, tensor, output):
 def _is_same_outside(a, b):
     """Tells whether what two branches of a tf.cond take is one tensor outside, one variable, or one constant."""
     if not branches_of(a.op) and not branches_of(b.op) or a.op.type in MOVED and b.op.type in MOVED:
-        return outside_of_branch(a) is outside_of_branch(b)
+        return given_to_branch(a) is given_to_branch(b)
     if a.op.type != b.op.type or a.op.type not in ("ReadVariableOp", "Identity", "Const", "Fill", "Cast"):
         return False
     if a.op.type == "Const":
@@ -139,7 +150,7 @@ def _is_same_outside(a, b):
 
 
 def outside_of_branch(tensor):
-    """Returns what a tensor inside a branch of tf.cond is made of, outside of it: the tensor itself, or a read, made anew."""
+    """Returns what a tensor inside a branch of tf.cond is made of, outside of it: the tensor itself, or made anew, a read say."""
     op = tensor.op
     if not branches_of(op):
         return tensor
