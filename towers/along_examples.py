@@ -229,9 +229,9 @@ class Examples:
         return any(size and np.reshape(number, -1)[0] % size == 0 for size in self._sizes)
 
     def _is_of_batch(self, tensor, axis, part):
-        # Not one part, with all of them in it.
-        of_all = part[1] in (1, None) or part[1] != tf.dimension_value(tensor.shape[0])
-        return axis == 0 and part[0] == 1 and of_all and end_of(tensor) in self._of_rows
+        if axis or part[0] != 1 or end_of(tensor) not in self._of_rows:
+            return False
+        return part[1] in (1, None) or part[1] != tf.dimension_value(tensor.shape[0])  # not one part, with all of them in it
 
     def _is_made_as_long(self, tensor, axis, _):
         op = tensor.op
