@@ -730,14 +730,16 @@ def test_batch_norms_of_what_a_branch_makes_or_of_some_towers_are_refused_by_nam
 
 
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
-def test_a_layer_of_moments_in_a_branch_is_that_of_all_towers():
+@pytest.mark.parametrize("dtype, of_input", [
+    (tf.float64, lambda y: y), (tf.float64, tf.identity), (tf.float32, lambda y: tf.cast(y, tf.float64))])
+def test_a_layer_of_moments_in_a_branch_is_that_of_all_towers(dtype, of_input):
     def model_fn(x):
         y = x * tf.get_variable("w", [3], x.dtype, tf.ones_initializer())
         y = tf.cond(tf.placeholder_with_default(True, []), lambda: tf.nn.batch_normalization(
-            y, *tf.nn.moments(y, [0, 1]), None, None, 1e-3), lambda: y)
+            y, *[tf.cast(moment, dtype) for moment in tf.nn.moments(of_input(y), [0, 1])], None, None, 1e-3), lambda: y)
         return tf.reduce_mean(tf.square(tf.sin(y) - 0.3 * x))
 
-    assert_equals_one_batch(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 3], tf.float64), num_towers=3)
+    assert_equals_one_batch(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 3], dtype), num_towers=3)
 
 
 def test_a_batch_norm_in_a_function_is_refused_by_name():

@@ -17,8 +17,7 @@ SUMS = frozenset(["Mean", "Sum"])
 EXTREMES = frozenset(["EuclideanNorm", "Max", "Min", "Prod"])
 FILTERS = frozenset(["Conv2D", "Conv2DBackpropInput", "Conv3D", "Conv3DBackpropInput", "Conv3DBackpropInputV2",
                      "DepthwiseConv2dNative", "Dilation2D"])
-
-REDUCTIONS = frozenset(["All", "Any", "ArgMax", "ArgMin", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum"])
+REDUCTIONS = SUMS | EXTREMES | {"All", "Any", "ArgMax", "ArgMin"}
 _BROADCASTS = frozenset([
     "Add", "AddV2", "BroadcastTo", "Div", "DivNoNan", "Equal", "FloorDiv", "FloorMod", "Greater", "GreaterEqual", "Less",
     "LessEqual", "LogicalAnd", "LogicalOr", "Maximum", "Minimum", "Mul", "MulNoNan", "NotEqual", "Pow", "RealDiv", "SelectV2",

@@ -14,8 +14,8 @@ from towers.private import branches_of, control_flow_now, control_flow_of, forwa
 from tf_syncbn.conversion.axis_rules import reduced_axes
 from tf_syncbn.conversion.counts import SAME_VALUE, corrected_by, counts_beside, is_corrected
 from tf_syncbn.conversion.dependence import depend_on_data, depend_on_variables, find_statistics, find_updates
-from tf_syncbn.conversion.fused_batch_norms import (FUSED, BatchNorm, channels_axis, fused_batch_norm, given_to_branch,
-                                                    is_fused, is_training, never_runs)
+from tf_syncbn.conversion.fused_batch_norms import (FUSED, BatchNorm, channels_axis, fused_batch_norm, is_fused,
+                                                    is_given_to_branch, is_training, never_runs)
 from tf_syncbn.conversion.layout import Examined, Layout
 from tf_syncbn.conversion.roots import is_root, roots_of, statistics_of, use_of
 from tf_syncbn.conversion.squares import find_squares, squared
@@ -151,7 +151,8 @@ def _moments(variance, model):
             # The root of one number may be a loss or a summary.
             if not roots or not kept and not any(use_of(root, model) == "scales" for root in roots):
                 return None
-            trouble = _IN_CONTROL_FLOW if _is_in_control_flow(variance) and not _is_given_to_branch(variance, x) else None
+            can_stand_outside = branches_of(variance) and is_given_to_branch(x)
+            trouble = _IN_CONTROL_FLOW if _is_in_control_flow(variance) and not can_stand_outside else None
             if any(tf.dimension_value(x.shape[axis]) is None for axis in kept):
                 trouble = "the number of its channels is unknown, in %r of shape %s" % (x.name, x.shape)
             # What the model subtracts need not be the mean that its variance is of.
@@ -173,11 +174,6 @@ def _takes_examples(op, reduced, model):
 
 def _is_in_control_flow(op):
     return control_flow_of(op) is not control_flow_now(op.graph)
-
-
-def _is_given_to_branch(op, x):
-    """Tells whether an op stands in a branch of a tf.cond, and is of a tensor from outside: it can be computed there."""
-    return bool(branches_of(op)) and not branches_of(given_to_branch(x).op)
 
 
 def _is_same(a, b):

@@ -6,8 +6,8 @@ import tensorflow.compat.v1 as tf
 from towers.graph_walk import is_ref
 from towers.private import branches_of, control_flow_now, control_flow_of
 
-__all__ = ["FUSED", "MOVED", "BatchNorm", "channels_axis", "decider", "fused_batch_norm", "given_to_branch", "is_fused",
-           "is_training", "never_runs", "outside_of_branch"]
+__all__ = ["FUSED", "MOVED", "BatchNorm", "channels_axis", "decider", "fused_batch_norm", "is_fused",
+           "is_given_to_branch", "is_training", "never_runs", "outside_of_branch"]
 
 FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 MOVED = ("Switch", "RefSwitch")
@@ -88,7 +88,7 @@ def fused_batch_norm(op):
         trouble = "the number of its channels is unknown, in %r of shape %s" % (op.inputs[1].name, op.inputs[1].shape)
     elif kind == "fused in tf.cond":
         frozen = _sibling(op)
-        if frozen is None or branches_of(given_to_branch(op.inputs[0]).op):
+        if frozen is None or not is_given_to_branch(op.inputs[0]):
             trouble = ("it stands inside a tf.cond or tf.while_loop, and towers can meet only where every tower comes each step. "
                        "A tf.cond that chooses between the two modes of one fused batch norm, of the same input, and holds "
                        "nothing else, can be synced: for others give `training` as a bool, or move the layer out")
@@ -102,7 +102,7 @@ def decider(predicate):
     return predicate
 
 
-def given_to_branch(tensor):
+def _given_to_branch(tensor):
     """Returns what a tensor in a branch of a tf.cond is where the branch, and each that this stands in, took it from outside.
 
     It may have been made in one of them: then that is returned.
@@ -110,6 +110,14 @@ def given_to_branch(tensor):
     while tensor.op.type in MOVED and branches_of(tensor.op):
         tensor = tensor.op.inputs[0]
     return tensor
+
+
+def is_given_to_branch(tensor):
+    """Tells whether a tensor in a branch of a tf.cond is one from outside, or that in another dtype."""
+    tensor = _given_to_branch(tensor)
+    while tensor.op.type in ("Cast", "Identity") and branches_of(tensor.op):
+        tensor = _given_to_branch(tensor.op.inputs[0])
+    return not branches_of(tensor.op)
 
 
 def never_runs(op):
@@ -141,7 +149,7 @@ def _other(merge, tensor, output):
 def _is_same_outside(a, b):
     """Tells whether what two branches of a tf.cond take is one tensor outside, one variable, or one constant."""
     if not branches_of(a.op) and not branches_of(b.op) or a.op.type in MOVED and b.op.type in MOVED:
-        return given_to_branch(a) is given_to_branch(b)
+        return _given_to_branch(a) is _given_to_branch(b)
     if a.op.type != b.op.type or a.op.type not in ("ReadVariableOp", "Identity", "Const", "Fill", "Cast"):
         return False
     if a.op.type == "Const":
