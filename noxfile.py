@@ -14,18 +14,29 @@ LANES = {
 }
 # Towers and layers under resource variables, and TensorFlow 2's control flow where there is that; examples depend on neither.
 LIBRARY_TESTS = ["tests", "--ignore=tests/examples"]
-# The lane between the oldest TensorFlow and the newest leaves to them what it shares with both: examples, benchmarks, processes,
-# warnings, and how batch norms by hand are found. Under resource variables it and TensorFlow 1 run the laws and what follows
-# variables and control flow; the rest knows neither, and is run in the newest. The longest of these it runs there alone.
-BETWEEN = "tf2-keras2"
-V1_OF_BETWEEN = LIBRARY_TESTS + ["--ignore=tests/test_%s.py" % name for name in (
-    "batch_norm_law", "benchmarks", "bits", "cluster", "conversion_forms", "crossings", "errors_page", "graph_function",
-    "inner_gradients", "launch", "law", "loop_in_turn", "mixed_losses", "number_powers", "one_client", "plain_scripts",
-    "positions", "recurrent", "regrouping", "site", "summed_losses", "whole_checkpoints", "worker_failures", "workers")]
-OF_RESOURCES = ["tests/test_%s.py" % name for name in (
+# Under resource variables the lanes but the newest run the laws and what follows variables and control flow: the rest knows
+# neither, and is run in the newest.
+OF_RESOURCES = (
     "accumulation", "batch_norm_law", "bits", "builder", "checkpoints", "conversion", "estimator", "estimator_transforms",
     "gradients", "graph_function", "kernels", "law", "loop", "loop_in_turn", "masking", "recurrent", "renormalization",
-    "sessions", "state", "update_ops", "variable_placement", "whole_models", "workers")]
+    "sessions", "state", "update_ops", "variable_placement", "whole_models", "workers")
+# The lane between the oldest TensorFlow and the newest runs these in that behaviour alone, and leaves to both what it shares with
+# them: examples, processes, warnings, and how batch norms by hand are found.
+BETWEEN = "tf2-keras2"
+LEFT_TO_OTHERS = (
+    "cluster", "conversion_forms", "crossings", "errors_page", "inner_gradients", "launch", "mixed_losses", "number_powers",
+    "one_client", "plain_scripts", "positions", "regrouping", "site", "summed_losses", "whole_checkpoints", "worker_failures")
+
+
+def files(names):
+    return ["tests/test_%s.py" % name for name in names]
+
+
+def tests_of(lane):
+    """Returns what a lane runs in each behaviour of TensorFlow, a pair of lists: the first as it was in 1, then as in 2."""
+    if lane == BETWEEN:
+        return LIBRARY_TESTS + ["--ignore=" + path for path in files(OF_RESOURCES + LEFT_TO_OTHERS)], files(OF_RESOURCES)
+    return ["tests"], files(OF_RESOURCES) if lane == "tf1" else LIBRARY_TESTS
 
 
 def first_installed(versions):
@@ -37,14 +48,15 @@ def first_installed(versions):
     return versions[0]
 
 
-def test_lane(session, requirements, tests, graph_tests):
-    """Installs the project and one TensorFlow, and runs the tests in each behaviour of TensorFlow."""
+def test_lane(session, requirements, tests):
+    """Installs the project and one TensorFlow, and runs the tests but those that are alike with each TensorFlow."""
     session.install(".[test]", *requirements)
-    session.run("python", "-m", "pytest", *tests, *session.posargs)
-    session.run("python", "-m", "pytest", *graph_tests, *session.posargs, env={"TOWERS_TEST_BEHAVIOUR": "graph"})
+    for behaviour, paths in zip(("v1", "graph"), tests):
+        session.run("python", "-m", "pytest", "-m", "not once", *paths, *session.posargs,
+                    env={"TOWERS_TEST_BEHAVIOUR": behaviour})
 
 
 for name, (versions, requirements) in LANES.items():
-    def lane(session, requirements=requirements, between=name == BETWEEN, of_resources=name != "tf2"):
-        test_lane(session, requirements, V1_OF_BETWEEN if between else (), OF_RESOURCES if of_resources else LIBRARY_TESTS)
+    def lane(session, requirements=requirements, tests=tests_of(name)):
+        test_lane(session, requirements, tests)
     nox.session(lane, python=first_installed(versions), name=name)

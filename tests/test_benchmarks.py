@@ -17,6 +17,8 @@ from benchmarks.saved import tensors_saved_for_backward
 from benchmarks.unsynced import fused_batch_norm
 from examples.cifar10 import data
 
+pytestmark = pytest.mark.once
+
 
 def test_ratios_are_of_the_same_round():
     seconds = {"a": np.array([1.0, 20.0, 3.0]), "b": np.array([2.0, 10.0, 3.0])}

@@ -10,7 +10,7 @@ from examples.cifar10.task import MEASURES
 from examples.training import comparison
 from examples.training.compare import KINDS, Trainings, curve
 
-pytestmark = pytest.mark.xdist_group("compare")  # they share trainings
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("compare")]  # they share trainings
 SMALL = ["--depth", "8", "--batch-size", "4", "--images-a-tower", "2", "--seeds", "1", "--steps", "5"]
 PNG = b"\x89PNG\r\n\x1a\n"
 

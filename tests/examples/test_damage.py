@@ -24,7 +24,7 @@ from tests.examples.damage import COMPARE, SEGMENTATION, TRAIN
 from tests.test_checkpoints import contents
 from tf_syncbn.checkpoints import __main__ as checkpoints
 
-pytestmark = pytest.mark.xdist_group("damage")  # they share trainings
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("damage")]  # they share trainings
 CASES = int(os.environ.get("HYPOTHESIS_CASES", 10))
 _OF_A_CHECKPOINT = re.compile(r"(model\.ckpt-\d+)\.\S+$")
 # Where such a file has another value, the sentence says which, and names the folder.

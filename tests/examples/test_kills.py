@@ -18,7 +18,7 @@ from tests.examples import programs_to_kill
 from tests.examples.programs_to_kill import STEPS_AN_EPOCH
 from tests.test_checkpoints import contents, write
 
-pytestmark = pytest.mark.xdist_group("kills")
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("kills")]
 KILLS = int(os.environ.get("HYPOTHESIS_CASES", 4))
 STEPS_A_LIFE = 25  # at the end of 100 kills there have to be steps left
 PATIENCE = 300

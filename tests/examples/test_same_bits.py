@@ -27,6 +27,7 @@ def in_this_process(change):
     return train
 
 
+@pytest.mark.once
 def test_trainings_with_other_bits_have_status_1_and_are_named(capsys, monkeypatch):
     monkeypatch.setattr(same_bits, "in_a_process", in_this_process(lambda part: {"seed": int(part.begin is not None)}))
     assert same_bits.main(SMALL) == 1  # the part after the checkpoint sees other images
@@ -41,6 +42,7 @@ def killed(settings, part):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.once
 def test_a_training_that_is_killed_is_one_sentence_and_status_2(capsys, monkeypatch):
     monkeypatch.setattr(same_bits, "digests", killed)
     assert same_bits.main(SMALL) == 2

@@ -64,6 +64,7 @@ def test_training_leaves_checkpoint_summaries_results_and_curve(trained):
     assert {"loss", "accuracy", "learning_rate", "test_accuracy"} <= tags
 
 
+@pytest.mark.once
 def test_rerun_of_a_finished_training_changes_nothing_but_says_so(trained):
     train_dir, _ = trained
     results = (train_dir / "results.json").read_text()
@@ -103,6 +104,7 @@ def test_moved_training_folder_goes_on(trained, tmp_path):
         os.rename(str(moved), str(train_dir))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_training_saves_and_says_how_to_go_on(tmp_path, number):
     process = command("--steps", "100000", "--save-every", "1000000", "--train-dir", str(tmp_path))
@@ -149,6 +151,7 @@ def refuse(capsys, run, arguments, message):
     (["--download"], "--download needs a --data-dir"),
     (["--data-name", "a copy"], "--data-name names the data of a --data-dir, and there is none"),
 ])
+@pytest.mark.once
 def test_bad_input_is_one_sentence_and_status_2(tmp_path, capsys, arguments, message):
     refuse(capsys, train.main, arguments + ["--train-dir", str(tmp_path / "new")], message)
     assert not (tmp_path / "new").exists()
@@ -161,6 +164,7 @@ def test_arguments_that_make_no_sense_are_refused_with_status_2(arguments, capsy
     assert error.value.code == 2 and "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.once
 def test_checkpoint_of_another_depth_is_refused_and_nothing_is_overwritten(trained, capsys):
     train_dir, _ = trained
     before = listing(train_dir)
@@ -178,6 +182,7 @@ def test_checkpoint_of_another_depth_is_refused_and_nothing_is_overwritten(train
     assert [e for e in listing(train_dir) if e[0] != "settings.json"] == [e for e in before if e[0] != "settings.json"]
 
 
+@pytest.mark.once
 def test_deeper_checkpoint_is_not_taken_for_a_shallower_one(tmp_path, capsys):
     with tf.Graph().as_default():
         build(resnet(14), (np.zeros([2, 32, 32, 3], np.float32), np.zeros([2], np.int32)), 1)
@@ -192,6 +197,7 @@ def test_deeper_checkpoint_is_not_taken_for_a_shallower_one(tmp_path, capsys):
     refuse(capsys, train.main, ["--depth", "8", "--train-dir", str(tmp_path)], "is not of a ResNet-8: it has stage0_block1/")
 
 
+@pytest.mark.once
 def test_damaged_files_of_a_training_folder_are_refused(trained, tmp_path, capsys):
     train_dir, _ = trained
     for path in train_dir.iterdir():
@@ -229,6 +235,7 @@ def copy_checkpoint(folder, step, new_step):
         (folder / path.name.replace("-%d." % step, "-%d." % new_step)).write_bytes(path.read_bytes())
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"nonsense", b'model_checkpoint_path: ""', None,
                                      b'model_checkpoint_path: "model.ckpt-4"\nall_model_checkpoint_paths: "model.ckpt-4"'])
 def test_without_a_good_state_file_the_checkpoints_that_are_whole_are_found(trained, tmp_path, content):
@@ -244,6 +251,7 @@ def test_without_a_good_state_file_the_checkpoints_that_are_whole_are_found(trai
     assert folder.saved_checkpoints(str(tmp_path)) == [str(tmp_path / "model.ckpt-9"), str(tmp_path / "model.ckpt-30")]
 
 
+@pytest.mark.once
 def test_training_with_an_empty_state_file_goes_on(trained, tmp_path, capsys):
     copy_of(trained[0], tmp_path)
     (tmp_path / "checkpoint").write_bytes(b"")
@@ -251,6 +259,7 @@ def test_training_with_an_empty_state_file_goes_on(trained, tmp_path, capsys):
     assert "Going on from step 30" in capsys.readouterr().out and saved_step(tmp_path) == 31
 
 
+@pytest.mark.once
 def test_checkpoints_none_of_which_is_whole_are_not_trained_over(trained, tmp_path, capsys):
     copy_of(trained[0], tmp_path, ("events", "checkpoint"))
     copy_checkpoint(tmp_path, 30, 9)
@@ -263,6 +272,7 @@ def test_checkpoints_none_of_which_is_whole_are_not_trained_over(trained, tmp_pa
     assert listing(tmp_path) == before
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png"])
 def test_a_folder_where_a_file_should_be_is_refused(tmp_path, capsys, name):
     (tmp_path / name).mkdir()
@@ -281,6 +291,7 @@ def test_a_folder_where_a_file_should_be_is_refused(tmp_path, capsys, name):
     ("sums.json", '{"30": [1, 2]}', r"sums.json is damaged: it has \[1, 2\] for step 30. Delete it"),
     ("sums.json", '{"30": 1}', "sums.json is damaged: it has 1 for step 30"),
 ])
+@pytest.mark.once
 def test_files_that_hold_something_else_are_refused(trained, tmp_path, capsys, name, content, message):
     copy_of(trained[0], tmp_path)
     (tmp_path / name).write_text(content)
@@ -299,6 +310,7 @@ def test_evaluation_needs_settings_that_say_what_was_trained(trained, tmp_path, 
     refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], r"settings.json is damaged: .*6n \+ 2.* not 9")
 
 
+@pytest.mark.once
 def test_a_damaged_results_file_is_written_anew(trained, tmp_path, capsys):
     copy_of(trained[0], tmp_path)
     (tmp_path / "results.json").write_text("{")
@@ -306,6 +318,7 @@ def test_a_damaged_results_file_is_written_anew(trained, tmp_path, capsys):
     assert json.loads((tmp_path / "results.json").read_text())["step"] == 30
 
 
+@pytest.mark.once
 def test_a_train_dir_that_can_not_be_made_or_written_is_refused(tmp_path, capsys):
     (tmp_path / "file").write_text("good")
     for path, message in ((tmp_path / "file" / "new", "The folder .*new can't be made: Not a directory"),
@@ -326,6 +339,7 @@ def largest_file(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("size,message", [
     (100, "settings.json can't be written: File too large"),
     (100000, "The checkpoint of step 32 can't be written to .*: File too large. The earlier ones are as they were")])
@@ -341,11 +355,13 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint(trained, tmp_path
     assert "Going on from step 30" in capsys.readouterr().out
 
 
+@pytest.mark.once
 def test_events_that_can_not_be_written_are_one_sentence(tmp_path, capsys):
     with largest_file(1000):
         refuse(capsys, train.main, SMALL + ["--steps", "3", "--train-dir", str(tmp_path)], "events.* written: File too large")
 
 
+@pytest.mark.once
 def test_output_that_can_not_be_written_is_one_sentence(trained):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "examples.cifar10.train"] + SMALL + [
@@ -359,6 +375,7 @@ class Killed(BaseException):
     """The process is gone, as far as the training can tell."""
 
 
+@pytest.mark.once
 def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(data, "generate", lambda made=data.generate(64, 20): made)  # four steps an epoch
@@ -418,6 +435,7 @@ def test_training_on_cifar10_files_with_every_kind_of_batch_norm(cifar_files, tm
         assert np.abs(moved.get_tensor("first_bn/moving_mean")).max() > 0
 
 
+@pytest.mark.once
 def test_evaluate_refuses_an_empty_folder_and_other_data(trained, tmp_path, capsys):
     train_dir, _ = trained
     refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], "There is no checkpoint in")

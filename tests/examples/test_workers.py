@@ -90,6 +90,7 @@ def test_two_workers_of_two_towers_train_as_one_of_four(on_one_worker, tmp_path)
         np.testing.assert_allclose(saved.get_tensor(name), alone.get_tensor(name), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.once
 def test_workers_killed_at_start_and_in_training_end_at_the_step_asked_for_as_if_they_had_not_been(on_one_worker, tmp_path):
     rng = random.Random(0)
     process = command(LAUNCH + ["--restarts", "2", "--grace", "1"] + STEPS + [str(tmp_path / "losses"), "float64"] + SMALL + [
@@ -120,6 +121,7 @@ def test_workers_killed_at_start_and_in_training_end_at_the_step_asked_for_as_if
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("number,to", [(signal.SIGINT, "all"), (signal.SIGTERM, "worker 1")])
 def test_a_signal_stops_all_at_the_same_step(tmp_path, number, to):
     process = command(LAUNCH + STEPS + [str(tmp_path / "losses"), "float32"] + SMALL + [
@@ -138,6 +140,7 @@ def test_a_signal_stops_all_at_the_same_step(tmp_path, number, to):
     assert step == newest(tmp_path) > 0 and "Traceback" not in err and "waited" not in err
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("arguments,message", [
     (["--batch-size", "3", "--num-towers", "2"], "A batch of 3 is too small for 4 towers"),
     (["--data-dir", "/nonexistent"], "There is no folder /nonexistent"),
@@ -161,6 +164,7 @@ def test_a_worker_alone_without_the_others_says_so(tmp_path, monkeypatch, capsys
     assert "this process evaluates: the command that evaluates does, once for all" in capsys.readouterr().err
 
 
+@pytest.mark.once
 def test_a_worker_that_nobody_joins_ends_with_a_status_that_is_tried_again(tmp_path):
     config = {"cluster": {"worker": ["localhost:%d" % port for port in free_ports(2)]}, "task": {"type": "worker", "index": 0}}
     process = command(["-m", "examples.cifar10.train", "--train-dir", str(tmp_path)], TF_CONFIG=json.dumps(config),
