@@ -593,6 +593,9 @@ def batch_for(name):
     return tuple(x.astype(np.float32) if "tf.losses" in name and x.dtype == float else x for x in BATCH)
 
 
+SIZES = ["known", pytest.param("unknown", marks=pytest.mark.once)]
+
+
 @pytest.fixture
 def silent():
     """Makes our warnings errors."""
@@ -601,7 +604,7 @@ def silent():
         yield
 
 
-@pytest.mark.parametrize("size", ["known", "unknown"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(MIXED))
 def test_what_takes_all_examples_of_a_tower_together_is_another_loss_and_is_said(name, size):
     with pytest.warns(UserWarning, match=WORDS):
@@ -609,14 +612,14 @@ def test_what_takes_all_examples_of_a_tower_together_is_another_loss_and_is_said
             assert_equals_one_batch(model_of(MIXED, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
 
 
-@pytest.mark.parametrize("size", ["known", "unknown"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(MEANS))
 def test_means_over_examples_are_those_of_the_whole_batch_and_pass_in_silence(name, size, silent):
     assert_equals_one_batch(model_of(MEANS, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
 
 
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="functions are not looked into")
-@pytest.mark.parametrize("size", ["known", "unknown"])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(MEANS_IN_A_LOOP))
 def test_what_a_loop_makes_of_each_example_passes_in_silence(name, size, silent):
     assert_equals_one_batch(model_of(MEANS_IN_A_LOOP, name, size), BATCH, 3, sizes=[3, 5, 4], steps=2)
