@@ -9,13 +9,14 @@ from tensorflow.python.framework import config
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
-from towers.private import (branches_of, control_flow_now, control_flow_of, forward_op_of, is_deterministic, is_differentiable,
-                            is_recorded, not_recorded, outer_control_flow, rewire, run_after, runs_onednn, take_in,
-                            taken_from_outside, wait_only_for, waiting_for, within_control_flow)
+from towers.private import (branches_of, control_flow_now, control_flow_of, forward_op_of, inline_functions, is_deterministic,
+                            is_differentiable, is_in_loop, is_recorded, new_loop, not_recorded, outer_control_flow, put_in_loop,
+                            rewire, run_after, runs_onednn, take_in, taken_from_outside, tell_forward_op, wait_only_for,
+                            waiting_for, within_control_flow)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
-                     r"set_attr|get_control_flow_context|original_op)\b|"
+                     r"set_attr|[gs]et_control_flow_context|original_op)\b|"
                      r"\.Is(Cond|While)Context|\.(Enter|Exit)\(|\.(loop_exits|outer_context|pred|branch)\b|"
                      r"tensorflow\.python|tensorflow_core")
 
@@ -150,6 +151,30 @@ def test_the_branch_of_a_cond_and_its_predicate_are_known():
     assert [[number for _, number in branches] for branches in found] == [[1], [0]]
     assert all(of_branch is predicate or of_branch.op.inputs[0] is predicate for (of_branch, _), in found)
     assert [[number for _, number in branches_of(tensor.op)] for tensor in made[1]] == [[1, 1], [0, 1], [1, 0], [0, 0]]
+
+
+def test_functions_are_inlined_and_their_arguments_handed_on_by_ops_that_are_called_so():
+    @tf.function
+    def root(y):
+        return tf.sqrt(y)
+
+    loss = root(tf.placeholder(tf.float32, [2], name="x"))
+    made = inline_functions(loss.graph.as_graph_def(), [loss.op.name])
+    kinds = {node.name: node.op for node in made.node}
+    assert not made.library.function and kinds[loss.op.name] in ("Identity", "IdentityN")
+    assert [name for name, kind in kinds.items() if kind == "Sqrt"] == [loss.op.name + "/Sqrt"]
+    assert [name for name, kind in kinds.items() if kind == "Identity" and name.startswith("Func/" + loss.op.name + "/input/")]
+
+
+def test_imported_ops_are_told_what_they_belong_to():
+    op = tf.constant(1.0).op
+    outer = new_loop(None)
+    put_in_loop(op, new_loop(outer))
+    assert is_in_loop(op) and outer_control_flow(control_flow_of(op)) is outer
+    put_in_loop(op, None)
+    assert not is_in_loop(op) and forward_op_of(op) is None
+    tell_forward_op(op, op)
+    assert forward_op_of(op) is op
 
 
 def test_what_the_body_of_a_loop_takes_in_is_known():

@@ -378,8 +378,7 @@ MIXED_IN_A_BRANCH = {
     "a root of tf.map_fn": lambda x, *_: tf.sqrt(tf.reduce_mean(tf.map_fn(tf.reduce_sum, tf.square(features(x))))),
     "of a recurrent network": lambda x, mask, _: masked(tf.transpose(tf.scan(
         lambda state, step: tf.tanh(state + step), tf.transpose(features(x)), tf.zeros_like(mask))), mask)}
-if not tf.control_flow_v2_enabled():  # which makes functions of branches, and nothing is looked for there
-    MIXED.update(MIXED_IN_A_BRANCH)
+MIXED.update(MIXED_IN_A_BRANCH)
 
 
 def of_each_in_a_loop(x, mask, of_row):
@@ -607,6 +606,8 @@ def silent():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(MIXED))
 def test_what_takes_all_examples_of_a_tower_together_is_another_loss_and_is_said(name, size):
+    if (name, size) == ("a norm of each step in a loop", "unknown") and tf.control_flow_v2_enabled():
+        pytest.skip("shapes that tf.tensordot is told are not those of a function's ops")
     with pytest.warns(UserWarning, match=WORDS):
         with pytest.raises(AssertionError):
             assert_equals_one_batch(model_of(MIXED, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
@@ -618,7 +619,6 @@ def test_means_over_examples_are_those_of_the_whole_batch_and_pass_in_silence(na
     assert_equals_one_batch(model_of(MEANS, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
 
 
-@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="functions are not looked into")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", sorted(MEANS_IN_A_LOOP))
 def test_what_a_loop_makes_of_each_example_passes_in_silence(name, size, silent):

@@ -25,7 +25,7 @@ ORDER = {"towers": ["version", "annotations", "wording",
                     "variable_placement", "static_values", "axes", "mapped", "first_axis", "single_rows", "chosen_rows",
                     "along_examples",
                     "regrouping", "positions", "mixed_losses", "inner_gradients", "divisors", "loss_terms",
-                    "summed_losses", "number_powers", "loss_checks", "builder", "update_ops", "overlap", "packing",
+                    "summed_losses", "number_powers", "inlined", "loss_checks", "builder", "update_ops", "overlap", "packing",
                     "gradients", "transforms", "masking", "accumulation", "loss_scale", "training", "graph_copy",
                     "shared_draws", "loop",
                     "estimators.gradient_forms", "estimators.tower_optimizer",
@@ -103,8 +103,8 @@ def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
         allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast", "contextlib", "copy", "ctypes",
                    "functools", "hashlib", "importlib", "inspect", "itertools", "json", "operator", "os", "random", "re",
-                   "shutil", "signal", "socket", "subprocess", "sys", "threading", "time", "typing", "warnings",
-                   "weakref", "zlib"}
+                   "shutil", "signal", "socket", "subprocess", "sys", "threading", "time", "types", "typing",
+                   "warnings", "weakref", "zlib"}
         assert {module.split(".")[0] for module in imports(path)} <= allowed, path
 
 

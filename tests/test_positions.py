@@ -47,11 +47,10 @@ RUNNING = {
     "weights of a softmax": lambda x, y, _: tf.reduce_mean(
         tf.nn.softmax(tf.reduce_sum(features(x), 1)) * tf.reduce_sum(features(x) * y, 1)),
     "sorted": lambda x, y, _: loss_of(tf.sort(features(x), axis=0), y)}
-if not tf.control_flow_v2_enabled():  # which makes functions of loops, and nothing is looked for there
-    RUNNING["a scan along the batch"] = lambda x, y, _: loss_of(tf.scan(lambda state, row: tf.tanh(state + row), features(x)), y)
-    RUNNING["a softmax along what is chosen"] = lambda x, y, labels: tf.reduce_mean(tf.map_fn(
-        lambda k: tf.reduce_sum(tf.nn.log_softmax(tf.boolean_mask(tf.reduce_sum(features(x), 1), tf.equal(labels, k)))),
-        tf.range(3, dtype=labels.dtype), x.dtype))
+RUNNING["a scan along the batch"] = lambda x, y, _: loss_of(tf.scan(lambda state, row: tf.tanh(state + row), features(x)), y)
+RUNNING["a softmax along what is chosen"] = lambda x, y, labels: tf.reduce_mean(tf.map_fn(
+    lambda k: tf.reduce_sum(tf.nn.log_softmax(tf.boolean_mask(tf.reduce_sum(features(x), 1), tf.equal(labels, k)))),
+    tf.range(3, dtype=labels.dtype), x.dtype))
 TAKING = {
     "halves against each other": lambda x, y, _: tf.reduce_mean(tf.square(tf.subtract(*halves(x)))),
     "halves side by side": lambda x, y, _: loss_of(tf.concat(halves(x), 1), tf.split(y, 2)[0]),

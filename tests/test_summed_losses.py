@@ -154,25 +154,24 @@ SUMS = {
     "by tf.foldl, of squares": lambda x: folded(x, tf.nn.l2_loss) / B,
     "in the graph of a dict": lambda x: {"loss": tf.reduce_sum(squares(x)) / B, "weight": tf.shape(x)[0]}}
 
-if not tf.control_flow_v2_enabled():  # which makes functions of loops, and nothing is looked for there
-    SUMS.update({
-        "by tf.map_fn": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))),
-        "by tf.map_fn over the whole batch": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))) / B,
-        "by tf.map_fn of what is divided": lambda x: tf.reduce_sum(tf.map_fn(lambda row: norm(row) / B, squares(x))),
-        "by tf.map_fn of two": lambda x: tf.reduce_sum(tf.map_fn(
-            lambda rows: norm(rows[0]) * tf.reduce_mean(rows[1]), (squares(x), x), dtype=x.dtype)) / B,
-        "by tf.map_fn within another": lambda x: tf.reduce_sum(tf.map_fn(
-            lambda row: norm(tf.map_fn(lambda each: each * tf.reduce_mean(row), row)), squares(x))) / B,
-        "time first, of a recurrent network": lambda x: tf.reduce_sum(recurrent(x)) / B,
-        "of a recurrent network": lambda x: tf.reduce_sum(tf.transpose(recurrent(x))) / B,
-        "in a branch": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / B),
-        "in a branch, of what is outside": lambda x, by=B: chosen(x, lambda y=squares(x): tf.reduce_sum(y)) / by,
-        "in a branch, of what is fed outside": lambda x: (
-            lambda y, by: chosen(x, lambda: 0.1 + tf.reduce_sum(y) / by))(squares(x), fed(x)),
-        "in either branch": lambda x: chosen(
-            x, lambda: tf.reduce_sum(squares(x)) / B, lambda: tf.reduce_mean(squares(x))),
-        "in a branch beside a mean": lambda x: tf.reduce_mean(squares(x)) + chosen(x, lambda: tf.nn.l2_loss(squares(x)) / B),
-        "by tf.map_fn of rows": lambda x: tf.reduce_sum(tf.sqrt(tf.map_fn(tf.cos, squares(x)) + 2)) / B})
+SUMS.update({
+    "by tf.map_fn": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))),
+    "by tf.map_fn over the whole batch": lambda x: tf.reduce_sum(tf.map_fn(norm, squares(x))) / B,
+    "by tf.map_fn of what is divided": lambda x: tf.reduce_sum(tf.map_fn(lambda row: norm(row) / B, squares(x))),
+    "by tf.map_fn of two": lambda x: tf.reduce_sum(tf.map_fn(
+        lambda rows: norm(rows[0]) * tf.reduce_mean(rows[1]), (squares(x), x), dtype=x.dtype)) / B,
+    "by tf.map_fn within another": lambda x: tf.reduce_sum(tf.map_fn(
+        lambda row: norm(tf.map_fn(lambda each: each * tf.reduce_mean(row), row)), squares(x))) / B,
+    "time first, of a recurrent network": lambda x: tf.reduce_sum(recurrent(x)) / B,
+    "of a recurrent network": lambda x: tf.reduce_sum(tf.transpose(recurrent(x))) / B,
+    "in a branch": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / B),
+    "in a branch, of what is outside": lambda x, by=B: chosen(x, lambda y=squares(x): tf.reduce_sum(y)) / by,
+    "in a branch, of what is fed outside": lambda x: (
+        lambda y, by: chosen(x, lambda: 0.1 + tf.reduce_sum(y) / by))(squares(x), fed(x)),
+    "in either branch": lambda x: chosen(
+        x, lambda: tf.reduce_sum(squares(x)) / B, lambda: tf.reduce_mean(squares(x))),
+    "in a branch beside a mean": lambda x: tf.reduce_mean(squares(x)) + chosen(x, lambda: tf.nn.l2_loss(squares(x)) / B),
+    "by tf.map_fn of rows": lambda x: tf.reduce_sum(tf.sqrt(tf.map_fn(tf.cos, squares(x)) + 2)) / B})
 
 # Those of a Python loop over the examples, whose number is known while the graph is built.
 SUMS_OF_KNOWN_SIZE = {

@@ -167,7 +167,7 @@ def _taken_one_by_one(tensor, context):
         is_row = op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") & 1 or (
             op.type == "GatherV2" and op.inputs[1].shape.rank == 0)
         is_row = is_row and tf.get_static_value(op.inputs[1]) is None
-        if op.type == "TensorArrayScatterV3" or is_row:
+        if op.type in ("TensorArrayScatterV3", "TensorListFromTensor") or is_row:
             examples = op.inputs[2 if op.type == "TensorArrayScatterV3" else 0]
             if lies_along_examples(examples, context):
                 found = examples

@@ -3,20 +3,20 @@ from towers.private import control_flow_of
 
 __all__ = ["LISTS", "axes_in_lists", "carried_along", "made_in_loop", "mapped_from", "reads_apart", "written_by"]
 
-_GATHERS, _READS = "TensorArrayGatherV3", "TensorArrayReadV3"
-LISTS = frozenset([_GATHERS, _READS])  # what may hand out such rows, or one of them
+_GATHERS, _READS = ("TensorArrayGatherV3", "TensorListStack"), ("TensorArrayReadV3", "TensorListGetItem")
+LISTS = frozenset(_GATHERS + _READS)  # what may hand out such rows, or one of them
 
 
 def written_by(op):
     """Returns the tensor in a loop that each row of what an op hands out is in its round; None for any other op."""
     write = _write_of(op)
-    return None if write is None else write.inputs[2]
+    return None if write is None else write.inputs[2]  # in a TensorArray as in a list
 
 
 def carried_along(op):
     """Returns the tensors along whose rows a loop goes that makes rows of them and of what it made of earlier ones; a list."""
     reads, is_of_earlier = _read_for(op)
-    return [rows for read in reads for rows in _scattered(read.inputs[2])] if is_of_earlier else []
+    return [rows for read in reads for rows in _scattered(read)] if is_of_earlier else []
 
 
 def made_in_loop(op):
@@ -30,8 +30,8 @@ def made_in_loop(op):
 
 def axes_in_lists(op, axis):
     """Returns what an axis of rows that a loop makes, or of one that it reads, is made of: a list of (tensor, its axis)."""
-    if op.type == _READS:
-        return [(rows, axis + 1) for rows in _scattered(op.inputs[2])]
+    if op.type in _READS:
+        return [(rows, axis + 1) for rows in _scattered(op)]
     if axis == 0:
         return [(rows, 0) for rows in mapped_from(op)]
     row = written_by(op)
@@ -44,7 +44,7 @@ def mapped_from(op):
     Returns:
       A list, empty where `op` does not hand out such rows.
     """
-    return [rows for read in _read_for(op)[0] for rows in _scattered(read.inputs[2])]
+    return [rows for read in _read_for(op)[0] for rows in _scattered(read)]
 
 
 def reads_apart(op):
@@ -58,14 +58,14 @@ def _read_for(op):
     write = _write_of(op)
     if write is None:
         return [], False
-    frame = write.inputs[0].op.get_attr("frame_name")
+    frame = _frame_of(op)
     found, is_of_earlier, seen, stack = [], False, set(), [write.inputs[2].op]
     while stack:
         op = stack.pop()
         if op in seen or op.type == "Enter" and op.get_attr("frame_name") == frame:
             continue
         seen.add(op)
-        if op.type == _READS and op.inputs[1] is write.inputs[1]:
+        if op.type in _READS and op.inputs[1] is write.inputs[1]:
             found.append(op)
         else:
             is_of_earlier = is_of_earlier or (op.type == "NextIteration" and op.outputs[0].dtype.is_floating
@@ -74,22 +74,45 @@ def _read_for(op):
     return found, is_of_earlier
 
 
-def _write_of(op):
-    """Returns the op that writes into a loop's TensorArray what an op gathers after the loop, else None."""
-    if op.type != _GATHERS:
+def _state_of(op):
+    """Returns the Merge of a loop's TensorArray, or list, that an op gathers after the loop; None for other ops."""
+    if op.type not in _GATHERS:
         return None
-    source = op.inputs[2]
-    for kind, number in ("Exit", 0), ("Switch", 0), ("Merge", 1), ("NextIteration", 0):
+    source = _list_of(op)
+    for kind in "Exit", "Switch":
         if source.op.type != kind:
             return None
-        source = source.op.inputs[number]
-    write = source.op
-    return write if write.type == "TensorArrayWriteV3" and write.inputs[0].op.type == "Enter" else None
+        source = source.op.inputs[0]
+    return source.op if source.op.type == "Merge" else None
 
 
-def _scattered(flow):
+def _frame_of(op):
+    return _state_of(op).inputs[0].op.get_attr("frame_name")
+
+
+def _write_of(op):
+    """Returns the op that writes into a loop's TensorArray, or list, what an op gathers after the loop, else None."""
+    merge = _state_of(op)
+    if merge is None or merge.inputs[1].op.type != "NextIteration":
+        return None
+    write = merge.inputs[1].op.inputs[0].op
+    is_state = write.type == "TensorListSetItem" or write.type == "TensorArrayWriteV3" and write.inputs[0].op.type == "Enter"
+    return write if is_state else None
+
+
+def _list_of(op):
+    """Returns what stands for the values of the TensorArray, its flow, or the list, that an op reads."""
+    return op.inputs[0 if op.type.startswith("TensorList") else 2]
+
+
+def _scattered(read):
     """Returns what a TensorArray was made of before the loop, a list; of several tensors that were stacked nothing is sure."""
-    scatter = flow.op.inputs[0].op if flow.op.type == "Enter" else flow.op
-    if scatter.type != "TensorArrayScatterV3" or scatter.inputs[2].op.type == "Pack":
+    op = _list_of(read).op
+    if op.type == "Switch" and op.inputs[0].op.type == "Merge":  # a loop of control flow 2 hands on what it does not change
+        first, following = (source.op for source in op.inputs[0].op.inputs)
+        op = first if following.type == "NextIteration" and following.inputs[0].op is op else op
+    op = op.inputs[0].op if op.type == "Enter" else op
+    if op.type not in ("TensorArrayScatterV3", "TensorListFromTensor"):
         return []
-    return [scatter.inputs[2]]
+    rows = op.inputs[2 if op.type == "TensorArrayScatterV3" else 0]
+    return [] if rows.op.type == "Pack" else [rows]
