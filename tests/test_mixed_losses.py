@@ -43,6 +43,25 @@ def sigmoids(x):
     return tf.sigmoid(tf.reduce_sum(features(x), 1))
 
 
+def distances_to_centres(row):
+    """Of an example's own classes, those of its signs: how far its features are from the mean of their class."""
+    _, which, counts = tf.unique_with_counts(tf.cast(row > 0, tf.int32))
+    centres = tf.unsorted_segment_sum(row, which, tf.size(counts)) / tf.cast(counts, row.dtype)
+    return tf.reduce_sum(tf.square(row - tf.gather(centres, which)))
+
+
+def listed_in_a_loop(x, of_row):
+    """What a loop makes of each example, by its number, and writes into a list."""
+    made = tf.TensorArray(x.dtype, tf.shape(x)[0], element_shape=[])
+    return tf.while_loop(
+        lambda i, _: i < tf.shape(x)[0], lambda i, made: (i + 1, made.write(i, of_row(x[i]))), (0, made))[1].stack()
+
+
+def last_state(x):
+    return tf.while_loop(lambda k, _: k < 3, lambda k, state: (k + 1, tf.tanh(state + features(x)[:, k:k + 1])),
+                         (0, tf.zeros_like(x)))[1]
+
+
 def masked(x, mask):
     return masked_of(losses(x), mask)
 
@@ -273,6 +292,13 @@ MIXED = {
         tf.gather(features(x), tf.squeeze(tf.where(mask > 0), 1)) - tf.gather(x, tf.squeeze(tf.where(mask > 0), 1)))),
     "of what tf.dynamic_partition chose": lambda x, mask, _: tf.reduce_mean(tf.nn.softplus(
         tf.dynamic_partition(features(x), tf.cast(mask > 0, tf.int32), 2)[1])),
+    "of a branch of what tf.boolean_mask chose": lambda x, mask, _: tf.reduce_mean(tf.cond(
+        tf.size(tf.boolean_mask(mask, mask > 0)) > 0, lambda: tf.square(tf.boolean_mask(features(x), mask > 0)),
+        lambda: tf.zeros([1, C], x.dtype))),
+    "a root of a list that a loop makes": lambda x, *_: tf.sqrt(tf.reduce_mean(
+        listed_in_a_loop(features(x), distances_to_centres))),
+    "of a last state": lambda x, *_: tf.sqrt(tf.reduce_mean(last_state(x) ** 2)),
+    "less the mean of last states": lambda x, *_: tf.reduce_mean(tf.square(last_state(x) - tf.reduce_mean(last_state(x), 0) - 1)),
     "of tf.losses of what tf.boolean_mask chose": lambda x, mask, _: tf.losses.mean_squared_error(
         tf.boolean_mask(x, mask > 0), tf.boolean_mask(features(x), mask > 0)),
     "dice": lambda x, mask, _: dice(x, mask),
@@ -343,6 +369,13 @@ def steps_of_descent(x):
                                  (0, weights(x.dtype)))[1])
 
 
+for form, of_chosen in {
+        "elu": tf.nn.elu, "a softmax": tf.nn.softmax, "a layer": lambda y: tf.matmul(y, tf.eye(C, dtype=y.dtype)) ** 2,
+        "the largest of each": lambda y: tf.reduce_max(y, 1), "columns": lambda y: tf.gather(y, [0, 1], axis=1) ** 2,
+        "turned round": lambda y: tf.transpose(y) ** 2, "put side by side": lambda y: tf.tile(y, [1, 2]) ** 2,
+        "tf.map_fn": lambda y: tf.map_fn(tf.square, y), "tf.Print": lambda y: tf.Print(y ** 2, [])}.items():
+    MIXED["of tf.boolean_mask, by " + form] = lambda x, mask, _, of_chosen=of_chosen: tf.reduce_mean(
+        of_chosen(tf.boolean_mask(features(x), mask > 0)))
 MIXED_IN_A_BRANCH = {
     "dice of each class in a map": lambda x, _, classes: dice_in_a_map(x, classes),
     "dice of each class in a map of these": lambda x, _, classes: dice_in_a_map_of_classes(x, classes),
@@ -388,6 +421,10 @@ def of_each_in_a_loop(x, mask, of_row):
 
 
 MEANS_IN_A_LOOP = {
+    "of each one's own classes": lambda x, *_: tf.reduce_mean(listed_in_a_loop(features(x), distances_to_centres)),
+    "of a last state": lambda x, *_: tf.reduce_mean(tf.sqrt(tf.reduce_sum(last_state(x) ** 2, 1))),
+    "of what a branch takes of each": lambda x, *_: tf.reduce_mean(tf.cond(
+        tf.reduce_sum(weights()) > 0, lambda: tf.nn.elu(features(x)), lambda: x)),
     "dice of each example": lambda x, mask, _: of_each_in_a_loop(
         x, mask, lambda i: dice_of(tf.sigmoid(features(x))[i], mask[i] * tf.ones([C], x.dtype))),
     "dice of each example, cut out": lambda x, mask, _: of_each_in_a_loop(

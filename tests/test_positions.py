@@ -52,6 +52,11 @@ RUNNING["a softmax along what is chosen"] = lambda x, y, labels: tf.reduce_mean(
     lambda k: tf.reduce_sum(tf.nn.log_softmax(tf.boolean_mask(tf.reduce_sum(features(x), 1), tf.equal(labels, k)))),
     tf.range(3, dtype=labels.dtype), x.dtype))
 TAKING = {
+    "each two, by number": lambda x, *_: tf.reduce_mean(tf.stack([
+        tf.reduce_sum(features(x)[i] * features(x)[j]) ** 2 for i in range(B // 3) for j in range(B // 3)])),
+    "each one and the next, of tf.unstack": lambda x, *_: tf.add_n([
+        tf.reduce_mean((one - other) ** 2) for one, other in zip(tf.unstack(x * features(x)), tf.unstack(features(x))[1:])]),
+    "the first one alone, by number": lambda x, *_: tf.reduce_sum(features(x)[0] ** 2),
     "halves against each other": lambda x, y, _: tf.reduce_mean(tf.square(tf.subtract(*halves(x)))),
     "halves side by side": lambda x, y, _: loss_of(tf.concat(halves(x), 1), tf.split(y, 2)[0]),
     "halves of a network": lambda x, y, _: tf.reduce_mean(tf.square(tf.subtract(*tf.split(deep(x), 2)))),

@@ -270,6 +270,29 @@ def test_a_call_writes_what_its_functions_write_and_no_other_variable_that_it_is
     assert [[v.name for v in variables] for variables in writing.values()] == [["a", "c"]] and run(loop) == 3
 
 
+@pytest.mark.skipif(not tf.control_flow_v2_enabled(), reason="of branches and loops that are functions")
+def test_a_loop_that_writes_is_differentiated_in_the_order_of_the_towers():
+    def model(x):
+        w, state = variable("w", [3], True, value=0.5), variable("state", [3], True, False, 0.0)
+
+        def body(i, y):
+            with tf.control_dependencies([tf.assign(state, 0.9 * state + 0.1 * tf.reduce_mean(x, 0))]):
+                return i + 1, tf.tanh(y * w)
+        return tf.reduce_mean(tf.while_loop(lambda i, _: i < 2, body, (0, x))[1])
+
+    with pytest.warns(UserWarning, match="Each tower writes the variable 'state'"):
+        replicas = build(model, towers.PerTower([(X[:2],), (X[2:],)]), 2)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+    with session() as made:
+        loss = made.run([replicas.loss, train_op])[0]
+        found = made.run([v for v in tf.global_variables() if v.op.name == "state"])[0]
+    np.testing.assert_allclose(loss, np.tanh(np.tanh(X * 0.5) * 0.5).mean(), atol=1e-12)  # each tower's own examples
+    wanted = np.zeros(3)
+    for part in (X[:2], X[:2], X[2:], X[2:]):
+        wanted = 0.9 * wanted + 0.1 * part.mean(0)
+    np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
 def test_placeholders_of_two_towers_are_not_the_same_value(resource):
     fed = []
 

@@ -164,6 +164,8 @@ SUMS.update({
         lambda row: norm(tf.map_fn(lambda each: each * tf.reduce_mean(row), row)), squares(x))) / B,
     "time first, of a recurrent network": lambda x: tf.reduce_sum(recurrent(x)) / B,
     "of a recurrent network": lambda x: tf.reduce_sum(tf.transpose(recurrent(x))) / B,
+    "of a recurrent network's last state": lambda x: tf.reduce_sum(tf.foldl(
+        lambda state, step: tf.tanh(state + step), tf.transpose(squares(x)), tf.zeros_like(x[:, 0]))) / B,
     "in a branch": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / B),
     "in a branch, of what is outside": lambda x, by=B: chosen(x, lambda y=squares(x): tf.reduce_sum(y)) / by,
     "in a branch, of what is fed outside": lambda x: (

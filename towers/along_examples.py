@@ -8,7 +8,7 @@ from towers.chosen_rows import SAME_ROWS, UNIQUE, are_counted, chooser, is_one_h
 from towers.exchanges import stands_at_exchange
 from towers.first_axis import lies_along_examples, sizes_of_examples
 from towers.graph_walk import LOOPS_BACK, NO_VALUES, SIZES, end_of
-from towers.mapped import LISTS, axes_in_lists, made_in_loop, mapped_from
+from towers.mapped import LISTS, axes_in_lists, made_in_loop, mapped_from, state_of
 from towers.own_data import leaves_of_rows, own_leaves
 from towers.private import forward_op_of, is_in_loop
 from towers.single_rows import Rows
@@ -108,6 +108,7 @@ class Examples:
         self._sizes = [tf.dimension_value(op.outputs[number].shape[0]) or 0 for op, number in self._of_rows
                        if op.outputs[number].shape.rank]
         self._are_in, self._lie_along, self._are_spread, self._are_as_long = {}, {}, {}, {}
+        self._unchosen = set()
         self.rows = Rows()
         self.rows.fill(towers[0].ops, sizes_of_examples(towers), self.lie_along, self.is_given)
 
@@ -179,6 +180,10 @@ class Examples:
         """Tells whether a tensor is as long along an axis as the tower's examples say, as the longest of them say."""
         return tf.dimension_value(tensor.shape[axis]) is None and self._reaches(
             (tensor, axis, WHOLE), self._are_as_long, self._places, self._is_made_as_long)
+
+    def chooser_of(self, tensor, axes=(0,)):
+        """Returns the op that chose which rows of others stand along some axes of a tensor, see `chooser`; else None."""
+        return chooser(tensor, self.end_at, axes, self._unchosen)
 
     def are_reduced(self, op):
         """Tells whether a reduction, `tf.reduce_sum` say, takes an axis away along which examples lie.
@@ -279,12 +284,12 @@ class Examples:
     def _inputs(self, tensor):
         op = tensor.op
         if op.type in SIZES or op.type in NO_VALUES:
-            return [(source,) for source in op.inputs if are_counted(source)]
+            return [(source,) for source in op.inputs if are_counted(source, self.end_at, self._unchosen)]
         return [(source,) for source in (self.made_of(op) if op.type in LISTS | {"Exit", "Switch"} else op.inputs)]
 
     def _places(self, tensor, axis, part):
         op = tensor.op
-        if op.type in SIZES or op.type in NO_VALUES and chooser(op.inputs[0]) is None:
+        if op.type in SIZES or op.type in NO_VALUES and self.chooser_of(op.inputs[0]) is None:
             return []
         if op.type in _COUNTS_CLASSES or axis == 0 and _is_of_segments(op) and not self._may_be_for_each(op):
             return []
@@ -296,6 +301,9 @@ class Examples:
             return [(self.rows.joined[op], 0, part)]
         if op.type in LISTS:
             return [(source, its, part) for source, its in axes_in_lists(op, axis)]
+        state = state_of(op.inputs[0].op if op.type == "Exit" else op) if op.type in ("Exit", "Switch") else []
+        if state:  # of each round, as long as it keeps its axes
+            return [(source, axis, part) for source in state if source.shape.rank == tensor.shape.rank]
         return axes_behind(tensor, axis, part)
 
     def _is_behind_examples(self, op):

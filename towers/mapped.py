@@ -1,9 +1,12 @@
 """What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
-from towers.private import control_flow_of
+import tensorflow.compat.v1 as tf
 
-__all__ = ["LISTS", "axes_in_lists", "carried_along", "made_in_loop", "mapped_from", "reads_apart", "written_by"]
+from towers.private import control_flow_of, is_in_loop
+
+__all__ = ["LISTS", "axes_in_lists", "carried_along", "made_in_loop", "mapped_from", "reads_apart", "state_of", "written_by"]
 
 _GATHERS, _READS = ("TensorArrayGatherV3", "TensorListStack"), ("TensorArrayReadV3", "TensorListGetItem")
+_GATHER_ROWS = ("Gather", "GatherV2")
 LISTS = frozenset(_GATHERS + _READS)  # what may hand out such rows, or one of them
 
 
@@ -21,10 +24,17 @@ def carried_along(op):
 
 def made_in_loop(op):
     """Returns the tensors that a loop makes what an op hands out of: each row, or the state's first and next value; a list."""
-    if op.type != "Exit":
-        row = written_by(op)
-        return [] if row is None else [row]
-    merge = op.inputs[0].op.inputs[0].op
+    if op.type == "Exit":
+        return state_of(op.inputs[0].op)
+    row = written_by(op)
+    return [] if row is None else [row]
+
+
+def state_of(op):
+    """Returns a loop's state that an op hands out in each round, its first and its next value; a list, empty for other ops."""
+    merge = op.inputs[0].op if op.type == "Switch" else op
+    if merge.type != "Merge" or not any(source.op.type == "NextIteration" for source in merge.inputs):
+        return []
     return [source.op.inputs[0] for source in merge.inputs if source.op.type in ("Enter", "NextIteration")]
 
 
@@ -65,13 +75,26 @@ def _read_for(op):
         if op in seen or op.type == "Enter" and op.get_attr("frame_name") == frame:
             continue
         seen.add(op)
-        if op.type in _READS and op.inputs[1] is write.inputs[1]:
+        if _reads_row(op, write.inputs[1]):
             found.append(op)
         else:
             is_of_earlier = is_of_earlier or (op.type == "NextIteration" and op.outputs[0].dtype.is_floating
                                               and control_flow_of(op) is control_flow_of(write))  # no loop within it
             stack.extend(source.op for source in op.inputs)
     return found, is_of_earlier
+
+
+def _reads_row(op, number):
+    """Tells whether an op reads the row of a number, of a TensorArray, a list, or a tensor from outside of the loop."""
+    if op.type in _READS:
+        return op.inputs[1] is number
+    if op.type == "StridedSlice" and op.get_attr("shrink_axis_mask") & 1:
+        first = op.inputs[1].op
+        is_row = first.type == "Pack" and first.inputs[0] is number
+    else:
+        is_row = op.type in _GATHER_ROWS and op.inputs[1] is number and op.inputs[0].dtype != tf.resource and (
+            op.type == "Gather" or tf.get_static_value(op.inputs[2]) == 0)
+    return is_row and (op.inputs[0].op.type == "Enter" or not is_in_loop(op.inputs[0].op))
 
 
 def _state_of(op):
@@ -106,7 +129,9 @@ def _list_of(op):
 
 
 def _scattered(read):
-    """Returns what a TensorArray was made of before the loop, a list; of several tensors that were stacked nothing is sure."""
+    """Returns whose row is read: what a TensorArray was made of before the loop, a list; of stacked tensors nothing is sure."""
+    if read.type not in _READS:
+        return [read.inputs[0].op.inputs[0] if read.inputs[0].op.type == "Enter" else read.inputs[0]]
     op = _list_of(read).op
     if op.type == "Switch" and op.inputs[0].op.type == "Merge":  # a loop of control flow 2 hands on what it does not change
         first, following = (source.op for source in op.inputs[0].op.inputs)

@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.along_examples import PRODUCTS
 from towers.axes import EXTREMES, SUMS, product_axes, reduced_axes
-from towers.chosen_rows import COUNTS, chooser, is_one_hot
+from towers.chosen_rows import COUNTS, is_one_hot
 from towers.graph_walk import NO_VALUES, SIZES, VARIABLES, writes_of
 from towers.mapped import LISTS
 from towers.private import is_in_loop
@@ -130,7 +130,7 @@ def _mixes(loss, examples, passed):
             yield "lengths", op
         if is_reduction and examples.are_reduced(op):
             reason = reason or (("computes", op) if op.type in EXTREMES else None)
-            chosen_by = chooser(op.inputs[0])
+            chosen_by = examples.chooser_of(op.inputs[0], {0, *reduced_axes(op)})
             if reason is None and chosen_by is not None and (op.type == "Mean" or chosen_by.type not in COUNTS):
                 reason = ("counts" if chosen_by.type in COUNTS else "chooses", chosen_by)
             if reason is _RETURNS:
@@ -157,8 +157,8 @@ def _mixes(loss, examples, passed):
 def _is_over_lengths(op, examples):
     """Tells whether a mean is taken along an axis, not that of the examples, which is as long as these say."""
     tensor = op.inputs[0]
-    return chooser(tensor) is None and any(examples.tell_length(tensor, axis) and not examples.lie_along(tensor, axis)
-                                           for axis in reduced_axes(op) or ())
+    return examples.chooser_of(tensor) is None and any(
+        examples.tell_length(tensor, axis) and not examples.lie_along(tensor, axis) for axis in reduced_axes(op) or ())
 
 
 def _sources(tensor, own, reason, examples):

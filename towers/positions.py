@@ -3,12 +3,12 @@
 N towers have other examples at these places than one tower on the whole batch has, and nothing else would tell: mixup with the
 batch turned round, two halves that are held against each other, a softmax or a sum that runs along the batch.
 """
-import re
 import warnings
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.chosen_rows import OTHER_ROWS
 from towers.first_axis import sizes_of_examples
 from towers.mapped import LISTS, carried_along
 
@@ -16,8 +16,9 @@ __all__ = ["warn_of_positions"]
 
 _RUNS_ALONG = {"Cumprod": 1, "Cumsum": 1, "ReverseV2": 1, "Roll": 2}  # the number of the input that says along which axes
 _OF_LAST_AXIS = frozenset(["LogSoftmax", "Softmax", "TopKV2"])
+# What adds up, or puts together, what was made of single examples.
+_JOIN_ROWS = frozenset(["AccumulateNV2", "Add", "AddN", "AddV2", "Assert", "ConcatV2", "IdentityN", "Merge", "Pack", "Switch"])
 _SPLITS = {"Split": (1, 0), "SplitV": (0, 2)}  # the numbers of the inputs that are what is split, and its axis
-_OTHER_ROWS = re.compile("BatchToSpace|Crop|Diag|Dynamic|NonMax|RandomShuffle|.*Segment|SpaceToBatch|.*Sparse|Unique|Where")
 
 
 def warn_of_positions(losses, towers, examples, is_divided, stacklevel):
@@ -42,7 +43,11 @@ def warn_of_positions(losses, towers, examples, is_divided, stacklevel):
             "Compute that of all towers' examples, towers.all_gather(x, with_offset=True), and take the tower's rows of what "
             "comes out; or compute it of the whole batch, before that is handed in.")
     else:
-        found = None if is_divided or not any(map(_may_cut, ops)) else _Parts(ops, examples).unlike()
+        found = None
+        if not is_divided:
+            found = _of_single_rows(losses[0], needed, examples.rows)
+        if not is_divided and found is None and any(map(_may_cut, ops)):
+            found = _Parts(ops, examples).unlike()
         what, mend = "takes parts of a tower's examples by where they stand (%r)", (
             "Take the batch apart before it is handed in, as a tuple: the towers divide each of its tensors.")
     if found is not None:
@@ -65,6 +70,17 @@ def _runs_along_examples(op, examples):
         return x.op.type == "Transpose" and _last_of(x.op.inputs[1]) == 0 and examples.lie_along(x.op.inputs[0])
     place = _place(op)
     return place is not None and place[2] < 0 and examples.lie_along(x)
+
+
+def _of_single_rows(loss, needed, rows):
+    """Returns an op that holds two of a tower's examples against each other by number, or its only one."""
+    if loss.name in rows.found:
+        return loss.op
+    for op, _ in rows.mixed:
+        numbers = {rows.found[source.name].number for source in op.inputs if source.name in rows.found}
+        if op in needed and op.type not in _JOIN_ROWS and len(numbers) > 1:
+            return op
+    return None
 
 
 def _last_of(order):
@@ -198,4 +214,4 @@ def _keeps_rows(tensor, examples):
         sizes = [tf.dimension_value(shape[0]) for shape in (x.shape, tensor.shape)]
         rest = [shape[1:].num_elements() for shape in (x.shape, tensor.shape)]
         return sizes[0] == sizes[1] and (sizes[0] is not None or rest[0] is not None and rest[0] == rest[1])
-    return not _OTHER_ROWS.match(op.type)
+    return not OTHER_ROWS.match(op.type)

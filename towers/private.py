@@ -127,7 +127,11 @@ def rewire(op, index, tensor):
 
 def run_after(op, earlier):
     """Makes an op that exists already run after the ops `earlier`."""
-    op._add_control_inputs(list(earlier))  # pylint: disable=protected-access
+    if op.type in ("StatelessWhile", "While"):  # to which tf.gradients adds inputs, as it can't behind what the op waits for
+        with op.graph.as_default(), tf.device(op.device), tf.control_dependencies(list(earlier)):
+            rewire(op, 0, tf.identity(op.inputs[0]))
+    else:
+        op._add_control_inputs(list(earlier))  # pylint: disable=protected-access
 
 
 def waiting_for(op):

@@ -92,7 +92,8 @@ def scalar_loss(loss, index):
     loss = tf.convert_to_tensor(loss)
     if loss.shape.rank not in (0, None) or not loss.dtype.is_floating:
         raise ValueError("The loss of tower %d has to be a floating point scalar; %r is %s of shape %s. Average it over the "
-                         "tower's examples." % (index, loss.name, loss.dtype.name, loss.shape))
+                         "tower's examples; a list of terms, decays say, is added up, tf.reduce_sum."
+                         % (index, loss.name, loss.dtype.name, loss.shape))
     return loss
 
 

@@ -14,7 +14,8 @@ import tensorflow.compat.v1 as tf
 
 from towers.asked_steps import AskedSteps
 from towers.functions import Functions
-from towers.graph_walk import ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables
+from towers.graph_walk import (
+    CALLS, ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables)
 from towers.initial_values import warn_of_initial_values
 from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
 from towers.own_effects import OwnEffects
@@ -203,17 +204,21 @@ class _State:
         self._read_after_all(variable, writes, is_metric)
 
     def _read_after_all(self, variable, writes, is_metric):
-        """Lets what reads a variable after its tower's one write read it after the last tower's."""
+        """Lets what reads a variable after its tower's one write read it after the last tower's.
+
+        So does what takes the value that was written; a call also returns what it computed of its tower's examples.
+        """
         last, behind, taken = writes[-1][-1], [], []
         results = self._views[-1].results(last)
+        hands_it_out = results == [last] and last.type not in CALLS
         for view, write in ((view, of_tower[0]) for view, of_tower in zip(self._views, writes) if len(of_tower) == 1):
             if write is not last:
-                if results == [last]:
+                if hands_it_out:
                     self._last[write] = last
                 behind += [(op, view) for op, _ in view.uses(variable, of_items=is_metric)
                            if write in ancestors([op], within=view.made)]
                 taken += [(op, *pair) for pair in zip(write.outputs, last.outputs) for op in pair[0].consumers()
-                          if results == [last] and op in view.made and view.leads_to(op, [write], is_metric) == "outputs"]
+                          if hands_it_out and op in view.made and view.leads_to(op, [write], is_metric) == "outputs"]
         before_last = ancestors(results) if behind or taken else ()
         for op, view in behind:
             if op not in before_last:
