@@ -40,9 +40,9 @@ def with_functions_inlined(losses, towers):
     try:
         inlined, source_of = _import(inline_functions(part.graph_def(calls, library), part.fetches),
                                      {op.name: op in calls for op in part.ops})
-    except (tf.errors.OpError, ValueError):  # what TensorFlow can't put in the functions' place is looked at as it stands
+        copies = {end: inlined.get_tensor_by_name(source_of(name)) for end, name in part.names.items()}
+    except (tf.errors.OpError, LookupError, ValueError):  # what TensorFlow can't inline is looked at as it stands
         return losses, towers
-    copies = {end: inlined.get_tensor_by_name(source_of(name)) for end, name in part.names.items()}
     ops, of_real = inlined.get_operations(), {op.name: op for op in part.ops}
     _tell_of_gradients(ops, of_real, calls)
     contexts = [_context_of(each, copies) for each in towers]

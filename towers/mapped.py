@@ -1,4 +1,4 @@
-"""What tf.map_fn and its like (of control flow v1) make of each row of a tensor, one row in each round of a loop."""
+"""What tf.map_fn and its like (of control flow 1) make of each row of a tensor, one row in each round of a loop."""
 import tensorflow.compat.v1 as tf
 
 from towers.private import control_flow_of, is_in_loop
