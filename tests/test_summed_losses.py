@@ -164,6 +164,7 @@ SUMS.update({
         lambda row: norm(tf.map_fn(lambda each: each * tf.reduce_mean(row), row)), squares(x))) / B,
     "time first, of a recurrent network": lambda x: tf.reduce_sum(recurrent(x)) / B,
     "of a recurrent network": lambda x: tf.reduce_sum(tf.transpose(recurrent(x))) / B,
+    "by tf.vectorized_map": lambda x: tf.reduce_sum(tf.vectorized_map(tf.reduce_sum, squares(x))) / B,
     "of a recurrent network's last state": lambda x: tf.reduce_sum(tf.foldl(
         lambda state, step: tf.tanh(state + step), tf.transpose(squares(x)), tf.zeros_like(x[:, 0]))) / B,
     "in a branch": lambda x: chosen(x, lambda: tf.reduce_sum(squares(x)) / B),
