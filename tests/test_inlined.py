@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+import towers
 from tests.support import build, has_tf_layers
 from towers.testing import assert_equals_one_batch
 
@@ -155,6 +156,16 @@ def test_what_functions_compute_of_each_example_passes_in_silence(name, is_known
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=WORDS)
         assert_equals_one_batch(model_of(MEANS, name, is_known), (X, CLASSES), 3, sizes=[3, 5, 4], steps=2)
+
+
+def test_what_towers_exchanged_is_no_number_that_is_given():
+    def model_fn(x):
+        num_towers = towers.all_reduce(tf.ones([], x.dtype))
+        return {"loss": num_towers * sum_of_squares(features(x)) / towers.all_reduce(number(x)), "weight": 1.0}
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=WORDS)
+        assert_equals_one_batch(model_fn, (X,), 3, sizes=[3, 5, 4], steps=2)
 
 
 @pytest.mark.skipif(not has_tf_layers() or tf.__version__.startswith("1."), reason="of Keras 2 on TensorFlow 2")

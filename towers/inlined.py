@@ -84,13 +84,15 @@ class _Part:
         self.fetches = [op.name for op in writes] + [name.split(":")[0] for name in self.names.values()]
 
     def graph_def(self, calls, library):
-        """Returns the ops as a GraphDef with a placeholder for each of what is taken."""
+        """Returns the ops as a GraphDef with an op for each of what is taken as given, which is none that users feed."""
         made = tf.GraphDef(library=library)
         for (op, number), name in self._given.items():
             tensor = op.outputs[number]
-            node = made.node.add(name=name, op="Placeholder")
-            node.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
-            node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+            source = made.node.add(name=name + "/source", op="Placeholder")
+            source.attr["dtype"].type = tensor.dtype.base_dtype.as_datatype_enum
+            source.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+            node = made.node.add(name=name, op="StopGradient", input=[source.name])
+            node.attr["T"].type = source.attr["dtype"].type
         for op in self.ops:
             node = made.node.add()
             node.CopyFrom(op.node_def)
