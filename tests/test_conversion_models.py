@@ -132,7 +132,7 @@ def test_slim_inception_v3_trains_as_one_tower_does():
 @needs_keras_2
 @on_keras_2
 @once
-@pytest.mark.parametrize("name, count, num_towers", [("ResNet50", 53, 3), ("EfficientNetB0", 49, 2)])
+@pytest.mark.parametrize("name, count, num_towers", [("ResNet50", 53, 3), ("MobileNetV2", 52, 2), ("EfficientNetB0", 49, 3)])
 def test_keras_applications_train_as_one_tower_does(name, count, num_towers, keras_dtype):
     if not hasattr(tf.keras.applications, name):
         pytest.skip("this Keras has no " + name)

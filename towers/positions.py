@@ -43,10 +43,8 @@ def warn_of_positions(losses, towers, examples, is_divided, stacklevel):
             "Compute that of all towers' examples, towers.all_gather(x, with_offset=True), and take the tower's rows of what "
             "comes out; or compute it of the whole batch, before that is handed in.")
     else:
-        found = None
-        if not is_divided:
-            found = _of_single_rows(losses[0], needed, examples.rows)
-        if not is_divided and found is None and any(map(_may_cut, ops)):
+        found = None if is_divided else _of_single_rows(losses[0], needed, examples.rows)
+        if found is None and not is_divided and any(map(_may_cut, ops)):
             found = _Parts(ops, examples).unlike()
         what, mend = "takes parts of a tower's examples by where they stand (%r)", (
             "Take the batch apart before it is handed in, as a tuple: the towers divide each of its tensors.")
