@@ -14,7 +14,7 @@ from towers import workers
 from towers.accumulation import accumulate
 from towers.batch import PerTower
 from towers.builder import TowerBuilder
-from towers.context import TowerContext, current_tower, may_differ
+from towers.context import TowerContext, current_tower, each_example, may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.estimators import TowerOptimizer, replicate_model_fn
 from towers.exchanges import exchange
@@ -25,6 +25,7 @@ from towers.losses import softmax_cross_entropy
 from towers.masking import mask_gradients
 from towers.placement import find_devices, session_config
 from towers.replicas import Tower, Towers
+from towers.sharding import placement_rule, whole_batch
 from towers.training import minimize
 from towers.transforms import check_finite, clip_by_global_norm, clip_by_value
 from towers.turns import TowerMismatchError
@@ -50,15 +51,18 @@ __all__ = [
     "collect_update_ops",
     "compute_gradients",
     "current_tower",
+    "each_example",
     "exchange",
     "find_devices",
     "mask_gradients",
     "may_differ",
     "minimize",
+    "placement_rule",
     "repeat",
     "replicate_model_fn",
     "scale_loss",
     "session_config",
     "softmax_cross_entropy",
+    "whole_batch",
     "workers",
 ]

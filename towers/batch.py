@@ -11,7 +11,7 @@ from towers.annotations import Structure
 from towers.placement import HOST
 from towers.rows import is_ragged, is_sparse, num_rows, split_rows
 
-__all__ = ["PerTower", "check_batch", "count_examples", "even_sizes", "is_dataset", "split_batch"]
+__all__ = ["PerTower", "check_batch", "count_examples", "even_sizes", "is_dataset", "known_sizes", "split_batch"]
 
 
 class PerTower:
@@ -64,6 +64,30 @@ def check_batch(batch):
         if hasattr(leaf, "get_next"):
             raise TypeError("The batch holds an iterator, %r: hand it in alone as the batch of all towers, or else the tensors "
                             "that its get_next() returns." % (leaf,))
+
+
+def known_sizes(batches):
+    """Returns the sizes along axis 0 that the parts of a batch have in all towers, as far as they are known.
+
+    Args:
+      batches: list over towers of nested structures.
+
+    Returns:
+      A list over the parts, as `tf.nest.flatten` orders them, of lists over towers of int, None in the place of a list where a
+      size is not known or there is none; None where the towers' structures differ.
+    """
+    flat = [tf.nest.flatten(batch) for batch in batches]
+    if any(len(leaves) != len(flat[0]) for leaves in flat):
+        return None
+    return [_known_of(column) for column in zip(*flat)]
+
+
+def _known_of(leaves):
+    shapes = [tf.TensorShape(getattr(leaf, "shape", None)) if not is_ragged(leaf) else tf.TensorShape(None) for leaf in leaves]
+    if any(not shape.rank for shape in shapes):
+        return None
+    sizes = [tf.dimension_value(shape[0]) for shape in shapes]
+    return None if None in sizes else sizes
 
 
 def count_examples(batch, context):

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import ModelFn, Tensor, VariablePlacement
-from towers.batch import PerTower, check_batch, split_batch
+from towers.batch import PerTower, check_batch, known_sizes, split_batch
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.draws import warn_of_same_draws
 from towers.empty_batches import survive_empty_batches
@@ -137,6 +137,7 @@ class TowerBuilder:
         batches = self._divide(batch)
         build = _Build(self, training)
         with build.collections.restored_if_it_fails():
+            build.note_sizes(batches)
             towers = [build.add_tower(model_fn, index, batch) for index, batch in enumerate(batches)]
             _check_outputs(towers)
             weights, total = shares([tower.weight for tower in towers], self.aggregation_device, build.peers)
@@ -144,9 +145,11 @@ class TowerBuilder:
                 build.peers.check_alike("exchanges", build.described_exchanges())
                 build.peers.warn_of_same_draws(towers)
             warn_of_same_draws(towers)
-            warn_of_regrouping(towers)
             losses = [tower.loss for tower in towers]
-            if losses[0] is not None:
+            is_whole = bool(towers[0].context.placements)
+            if not is_whole:
+                warn_of_regrouping(towers)
+            if losses[0] is not None and not is_whole:
                 warn_of_losses(losses, towers, is_divided=callable(batch) or isinstance(batch, PerTower))
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
@@ -182,6 +185,7 @@ class _Build:
         self._sharing = VariableSharing(self.collections.reveal)
         self.arguments = []  # what each tower's model function was called with
         self.added = []  # what each tower added to the graph's collections, by key
+        self._sizes = None  # of what a batch holds, a list over towers each
         self._has_warned = False
 
     def described_exchanges(self):
@@ -193,6 +197,14 @@ class _Build:
         num_towers = len(self._builder.devices)
         return [[left[i] for i in range(num_towers)] for left in self._meetings.contributions.values() if len(left) == num_towers]
 
+    def note_sizes(self, batches):
+        """Notes what is known of the sizes of all towers' batches before any of them is built."""
+        self._sizes = None if callable(batches[0]) else known_sizes(batches)
+        if self.peers is not None:
+            told = self.peers.tell([self._sizes])
+            self._sizes = None if None in told else [
+                None if None in of_leaf else sum(of_leaf, []) for of_leaf in zip(*told)]
+
     def add_tower(self, model_fn, index, batch):
         """Builds one tower and returns it, with the number of its examples where its weight belongs."""
         graph, devices = tf.get_default_graph(), self._builder.devices
@@ -201,6 +213,7 @@ class _Build:
             context = TowerContext(first + index, num_towers, devices[index], self._builder.aggregation_device, self._training,
                                    name_scope, self._meetings, self._shared_updates, index)
             args = context.batch = _arguments(batch, context)
+            context.batch_sizes = self._sizes_of(args)
             self.arguments.append(args)
             first_op = len(graph.get_operations())
             place = TowerDevices(devices[index], self._builder.place_variable)
@@ -219,6 +232,14 @@ class _Build:
         loss, ops = _loss_of(outputs, index), graph.get_operations()[first_op:]
         loss = None if loss is None else checked_loss(loss, weight, outputs, context)
         return Tower(context, outputs, loss, weight, updates, ops)
+
+    def _sizes_of(self, args):
+        """Returns `TowerContext.batch_sizes` of what a model function is called with."""
+        leaves = tf.nest.flatten(args)
+        if self._sizes is None or len(self._sizes) != len(leaves):
+            return {}
+        return {(leaf.op, leaf.value_index): sizes for leaf, sizes in zip(leaves, self._sizes)
+                if sizes is not None and isinstance(leaf, tf.Tensor)}
 
 
 def _check_workers(workers):

@@ -4,15 +4,16 @@ The one global of the library lives here: the tower whose model function is runn
 `current_tower()`. It is set by the builder alone, per thread, and restored whatever the model function raises.
 """
 import contextlib
+import copy
 import threading
-from typing import Any, ContextManager, List, NamedTuple, Optional, Set, Union
+from typing import Any, ContextManager, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
 
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Operation, Tensor
 
-__all__ = ["TowerContext", "check_graph", "current_tower", "differentiate", "enter_tower", "is_differentiating", "may_differ",
-           "outside_of_tower", "span"]
+__all__ = ["TowerContext", "check_graph", "current_tower", "differentiate", "each_example", "enter_tower", "is_differentiating",
+           "may_differ", "outside_of_tower", "span"]
 
 _building = threading.local()
 
@@ -49,6 +50,15 @@ class TowerContext:
       asked: `towers.estimators.tower_optimizer.Asked`, what optimizers of the model function were asked for; None where nobody
         carries it out.
       examined: set of ops in which what takes all examples together and comes back to each was looked for already.
+      own_examples: list of pairs of int, positions in the graph of the first op and behind the last one of what `each_example`
+        made.
+      all_towers: the tower's `TowerContext` as it is, where this one is that of a whole-batch model, which sees one tower
+        alone: it is none of several, and what it exchanges comes back to it. None elsewhere.
+      alike_writes: set of ops of a whole-batch model (`towers.whole_batch`) that write what is the same in all towers.
+      placements: dict from (op, number of its output) to `towers.sharding.placements.Placement`, of outputs of whole-batch
+        models.
+      batch_sizes: dict from (op, number of its output) to the sizes along axis 0 that a part of the batch has in each tower, a
+        list of int, for those whose sizes are known while the graph is built.
     """
 
     def __init__(self, index: int, num_towers: int, device: str, aggregation_device: str, training: Union[bool, Tensor],
@@ -66,9 +76,24 @@ class TowerContext:
         self.spans: List[Span] = []
         self.asked: Any = None
         self.examined: Set[Operation] = set()
+        self.own_examples: List[Tuple[int, int]] = []
+        self.all_towers: Optional["TowerContext"] = None
+        self.alike_writes: Set[Operation] = set()
+        self.placements: Dict[Any, Any] = {}
+        self.batch_sizes: Dict[Any, List[int]] = {}
 
     def __repr__(self) -> str:
         return "TowerContext(index=%d, num_towers=%d, device=%r)" % (self.index, self.num_towers, self.device)
+
+    def alone(self) -> "TowerContext":
+        """Returns the tower as a whole-batch model sees it: the only one, with the whole batch."""
+        found = copy.copy(self)
+        found.num_towers, found.all_towers = 1, self
+        return found
+
+    def sizes_of(self, leaf: Tensor) -> Optional[List[int]]:
+        """Returns the sizes that a part of the batch has along axis 0 in each tower; None where they are not all known."""
+        return self.batch_sizes.get((leaf.op, leaf.value_index))
 
     @property
     def is_first(self) -> bool:
@@ -110,6 +135,26 @@ def span(key, *inputs):
     first = graph.version  # the number of ops
     yield
     tower.spans.append(Span(first, graph.version, key, inputs))
+
+
+@contextlib.contextmanager
+def each_example() -> Iterator[None]:
+    """Says in a `with` block of a whole-batch model that each op made there computes each example by itself, along axis 0.
+
+    For ops of which `towers.whole_batch` can't know it: `tf.py_func`, say. Whatever has one axis or more and is made there of a
+    tower's examples counts as theirs. Elsewhere it does nothing.
+
+    Example:
+
+        with towers.each_example():
+            parsed = tf.py_func(parse, [x], tf.float32)
+        parsed.set_shape([None, 10])
+    """
+    tower, graph = current_tower(), tf.get_default_graph()
+    first = graph.version
+    yield
+    if tower is not None and graph is tower.meetings.graph:
+        tower.own_examples.append((first, graph.version))
 
 
 def may_differ() -> ContextManager[None]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Tensor, TensorLike
-from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient, tower_here
+from towers.exchanges import gradient_place, meet_at, next_place, others_here, pass_with_gradient
 from towers.meetings import Across
 from towers.sums import sum_in_order
 
@@ -42,7 +42,7 @@ def all_reduce(tensor: TensorLike, reduction: str = "sum", name: Optional[str] =
     """
     if reduction not in ("sum", "mean"):
         raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
-    tower = tower_here("all_reduce")
+    tower = others_here("all_reduce")
     with tf.name_scope(name, "all_reduce"):
         tensor = tf.convert_to_tensor(tensor)
         if tensor.dtype == tf.bool or (reduction == "mean" and not tensor.dtype.is_floating):
@@ -79,7 +79,7 @@ def all_gather(tensor: TensorLike, name: Optional[str] = None, with_offset: bool
         similar = tf.matmul(features, of_all, transpose_b=True)
         own = first + tf.range(tf.shape(features)[0])       # the column of each row of `similar` that is the row itself
     """
-    tower = tower_here("all_gather")
+    tower = others_here("all_gather")
     with tf.name_scope(name, "all_gather"):
         tensor = tf.convert_to_tensor(tensor)
         if not tensor.shape.rank:

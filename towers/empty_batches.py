@@ -37,7 +37,9 @@ def survive_empty_batches(outputs, batch, context, ops):
                              "of an empty batch. Give it batches whose size is not known while the graph is built, such as "
                              "tf.placeholder_with_default(x, [None, ...])." % (context.index, op.name, op.type))
         if batches and _size(op.inputs[batches[0]]) is None and control_flow_of(op) is control_flow_now(op.graph):
-            stands_for[op.outputs[0].name] = _fill(op, batches)
+            stands_for[op.outputs[0].name] = left = _fill(op, batches)
+            if (op, 0) in context.placements:
+                context.placements[left.op, left.value_index] = context.placements[op, 0]
 
     def now(item):
         return stands_for.get(item.name, item) if isinstance(item, tf.Tensor) else item

@@ -15,7 +15,8 @@ from towers.annotations import DType, Shape, Tensor, TensorLike
 from towers.context import current_tower, is_differentiating
 from towers.gradient_hook import detail_of, with_gradient
 
-__all__ = ["exchange", "gradient_place", "meet_at", "next_place", "pass_with_gradient", "stands_at_exchange", "tower_here"]
+__all__ = ["exchange", "gradient_place", "meet_at", "next_place", "others_here", "pass_with_gradient", "stands_at_exchange",
+           "tower_here"]
 
 
 def exchange(contributions: Sequence[TensorLike], aggregate: Callable[[List[List[Tensor]]], Sequence[Sequence[Tensor]]],
@@ -50,12 +51,18 @@ def exchange(contributions: Sequence[TensorLike], aggregate: Callable[[List[List
 
         of_all, = towers.exchange([tf.reduce_max(x)], largest, [(x.dtype, [])])
     """
-    tower = tower_here(kind)
+    tower = others_here(kind)
     with tf.name_scope(name, kind.replace(" ", "_")):
         contributions = [tf.convert_to_tensor(c) for c in contributions]
         if tower is None:
             return [tf.stop_gradient(r) for r in aggregate([contributions])[0]]
         return meet_at(next_place(kind, contributions), contributions, aggregate, results)
+
+
+def others_here(kind):
+    """Returns what `tower_here` does, and None in a whole-batch model, which exchanges nothing by itself: it sees one tower."""
+    tower = tower_here(kind)
+    return None if current_tower() is not tower else tower
 
 
 def tower_here(kind):
@@ -65,7 +72,8 @@ def tower_here(kind):
             "%s (in %r) is called while gradients of towers are built, as tf.contrib.layers.recompute_grad does: the towers "
             "can't meet there, and local statistics would be wrong. Recompute only what stands between such layers."
             % (kind, tf.get_default_graph().get_name_scope()))
-    return current_tower()
+    tower = current_tower()
+    return tower if tower is None or tower.all_towers is None else tower.all_towers
 
 
 def next_place(kind, contributions, shapes=None, arguments=None):
@@ -77,7 +85,7 @@ def next_place(kind, contributions, shapes=None, arguments=None):
       shapes: list of `tf.TensorShape` that have to be compatible with tower 0's; None is the contributions' own.
       arguments: dict of what else makes the exchange what it is, which has to be as in tower 0.
     """
-    tower = current_tower()
+    tower = tower_here(kind)
     name = tower.relative(tf.get_default_graph().get_name_scope() + "/")
     given = {key: _comparable(value, tower) for key, value in (arguments or {}).items()}
     return tower.meetings.forward_place(tower.local_index, name.rstrip("/"), kind, [c.dtype.base_dtype for c in contributions],

@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import variable_of
+from towers.private import gradient_of, taken_from_outside
 
 __all__ = ["find_logits", "looks_like"]
 
@@ -60,7 +61,7 @@ def find_logits(outputs, axis):
 def _walk_back(outputs, axis):
     """Returns what a softmax is of, the ops of `_REDONE` behind it, last one first, and what these wait for, a set; or None."""
     given, tensor, passed, waits = axis, outputs, [], set()
-    while tensor.shape.rank is not None and "_gradient_op_type" not in tensor.op.node_def.attr:
+    while tensor.shape.rank is not None and gradient_of(tensor.op) is None:
         op = tensor.op
         waits.update(op.control_inputs)
         if op.type == "Softmax":
@@ -108,8 +109,12 @@ def _ends_in_softmax(tensor):
 
 
 def _is_variable(tensor):
-    while tensor.op.type in ("Identity", "ReadVariableOp", "Cast", "Reshape", "ExpandDims", "Squeeze", "Enter", "RefEnter"):
-        tensor = tensor.op.inputs[0]
+    while True:
+        outside = taken_from_outside(tensor.op)
+        if outside is None and tensor.op.type not in (
+                "Identity", "ReadVariableOp", "Cast", "Reshape", "ExpandDims", "Squeeze", "Enter", "RefEnter"):
+            break
+        tensor = tensor.op.inputs[0] if outside is None else outside
     return variable_of(tensor.op) is not None
 
 

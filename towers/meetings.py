@@ -70,12 +70,6 @@ class Meetings:
         ops = self.graph.get_operations()
         return {op for first, last in self._aggregated for op in ops[first:last]}
 
-    def leave_instead(self, tower, old, new):
-        """Makes `new` what a tower left wherever it left `old`. Where all have come, the caller rewires the aggregate."""
-        for left in [arrivals[tower][1] for arrivals in self._arrivals.values() if tower in arrivals] + [
-                contributions[tower] for contributions in self.contributions.values() if tower in contributions]:
-            left[:] = [new if item is old else item for item in left]
-
     @contextlib.contextmanager
     def where_built(self):
         """Builds ops beside the towers, whatever loop or control dependencies the caller stands in."""

@@ -7,18 +7,21 @@ import os
 
 import tensorflow.compat.v1 as tf
 from tensorflow.core.protobuf import device_properties_pb2
-from tensorflow.python.framework import config, ops, test_util
+from tensorflow.python.framework import config, func_graph, function_def_to_graph, ops, test_util
 from tensorflow.python.grappler import cluster, tf_optimizer
+from tensorflow.python.ops import control_flow_util_v2, variable_scope
 
 try:
     from tensorflow.python.eager import record
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branches_of", "control_flow_now", "control_flow_of", "differentiate_op", "forward_op_of", "inline_functions",
-           "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded", "new_loop", "not_recorded",
-           "outer_control_flow", "put_in_loop", "record_for_tapes", "rewire", "run_after", "runs_onednn", "take_in",
-           "taken_from_outside", "tell_forward_op", "wait_only_for", "waiting_for", "within_control_flow"]
+__all__ = ["branches_of", "called_graph", "captured", "control_flow_now", "control_flow_of", "counting_scopes_from",
+           "differentiate_op", "forward_op_of", "inline_functions", "is_deterministic", "is_differentiable", "is_in_loop",
+           "is_recorded", "new_function_graph", "new_loop", "not_recorded", "outer_control_flow", "position_of", "put_in_flow",
+           "put_in_loop", "record_for_tapes", "rewire", "run_after", "runs_onednn", "scope_counts", "take_in", "take_into_flow",
+           "taken_from_outside", "tell_forward_op", "wait_only_for", "waiting_for", "waits_for_branch_alone",
+           "within_control_flow", "without_intermediates"]
 
 
 def control_flow_now(graph):
@@ -41,6 +44,11 @@ def is_in_loop(op):
     """Tells whether an op belongs to a tf.while_loop (of control flow v1)."""
     flow = control_flow_of(op)
     return flow is not None and flow.IsWhileContext()
+
+
+def is_loop(flow):
+    """Tells whether what `control_flow_of` returned is a tf.while_loop (of control flow v1)."""
+    return flow.IsWhileContext()
 
 
 def outer_control_flow(flow):
@@ -76,6 +84,12 @@ def branches_of(op):
     return found
 
 
+def waits_for_branch_alone(op):
+    """Tells whether an op of a tf.cond of control flow v1 waits for nothing but the choice of its branch."""
+    pivot = control_flow_of(op).pivot
+    return all(pivot is not None and earlier is pivot.op for earlier in op.control_inputs)
+
+
 class _Loop:
     """A loop that ops of a graph belong to that was imported, which has none of TensorFlow's own."""
 
@@ -97,6 +111,19 @@ def new_loop(outer):
 def put_in_loop(op, loop):
     """Tells an op of a graph that was imported, and will not be added to, which loop it belongs to, None for none."""
     op._set_control_flow_context(loop)  # pylint: disable=protected-access
+
+
+def take_into_flow(tensor, flow):
+    """Returns what stands for a tensor from outside in a tf.cond or tf.while_loop (of control flow v1)."""
+    return flow.AddValue(tensor)
+
+
+def put_in_flow(op, flow):
+    """Puts an op that was made outside into a tf.cond or tf.while_loop (of control flow v1), whose values its inputs are."""
+    op._set_control_flow_context(flow)  # pylint: disable=protected-access
+    while flow is not None:
+        flow._values.update(output.name for output in op.outputs)  # pylint: disable=protected-access
+        flow = flow.outer_context
 
 
 def inline_functions(graph_def, fetches):
@@ -123,6 +150,11 @@ def inline_functions(graph_def, fetches):
 def rewire(op, index, tensor):
     """Makes `tensor` the input number `index` of an op that exists already."""
     op._update_input(index, tensor)  # pylint: disable=protected-access
+
+
+def position_of(op):
+    """Returns a number by which the ops of a graph are in the order in which they were made."""
+    return op._id  # pylint: disable=protected-access
 
 
 def run_after(op, earlier):
@@ -159,6 +191,86 @@ def taken_from_outside(op):
     return tensor
 
 
+class _FunctionGraph(func_graph.FuncGraph):
+    """A graph that takes in what its ops need of the default one, the variables that ops write too."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.taken_refs = {}  # name of a ref variable -> what stands for it
+        if not tf.control_flow_v2_enabled():
+            self._captured = ()  # by which TensorFlow knows graphs whose control flow is of version 1
+
+    def capture(self, tensor, *args, **kwargs):
+        if tensor.graph is self or tensor.dtype == tensor.dtype.base_dtype:
+            return super().capture(tensor, *args, **kwargs)
+        if tensor.name not in self.taken_refs:
+            with self.as_default(), tf.control_dependencies(None):
+                self.taken_refs[tensor.name] = tensor, tf.raw_ops.VariableV2(shape=tensor.shape, dtype=tensor.dtype.base_dtype)
+        return self.taken_refs[tensor.name][1]
+
+
+def new_function_graph(name):
+    """Returns a graph that takes in what its ops need of the default one, and has that one's kind of control flow."""
+    return _FunctionGraph(name)
+
+
+def scope_counts():
+    """Returns how often variable scopes of each name were opened, by which TensorFlow numbers names that layers do not have."""
+    return dict(variable_scope.get_variable_scope_store().variable_scopes_count)
+
+
+@contextlib.contextmanager
+def counting_scopes_from(counts):
+    """Numbers the names of variable scopes from earlier counts on for the duration of a `with` block."""
+    store = variable_scope.get_variable_scope_store()
+    now, store.variable_scopes_count = store.variable_scopes_count, dict(counts)
+    try:
+        yield
+    finally:
+        store.variable_scopes_count = now
+
+
+def captured(graph):
+    """Returns what a graph of `new_function_graph` took in, a dict from ops of it to the tensors that they stand for."""
+    taken = graph.captures
+    pairs = list(taken.values()) if isinstance(taken, dict) else list(taken)
+    return {inside.op: outside for outside, inside in pairs + list(graph.taken_refs.values())}
+
+
+def called_graph(op, name, anew=False):
+    """Returns the graph of a function that an op calls by its name, with attributes `inputs` and `outputs`.
+
+    Args:
+      op: an operation.
+      name: str, of the function.
+      anew: whether to make a graph of its own, which nobody else holds.
+    """
+    graph, function = op.graph, None
+    while function is None and graph is not None:
+        function = graph._get_function(name)  # pylint: disable=protected-access
+        graph = getattr(graph, "outer_graph", None)
+    if function is None:
+        raise KeyError(name)
+    found = getattr(function, "graph", None)
+    if found is None or anew:
+        definition = function.cached_definition if hasattr(function, "cached_definition") else function.definition
+        with op.graph.as_default():
+            found = function_def_to_graph.function_def_to_graph(definition)
+    return found
+
+
+@contextlib.contextmanager
+def without_intermediates():
+    """Keeps branches and loops of Keras' layers from handing out what gradients might want; tf.gradients asks for it itself."""
+    name = "_EXPERIMENTAL_OUTPUT_ALL_INTERMEDIATES_OVERRIDE"
+    before = getattr(control_flow_util_v2, name)
+    setattr(control_flow_util_v2, name, False)
+    try:
+        yield
+    finally:
+        setattr(control_flow_util_v2, name, before)
+
+
 def take_in(tensor):
     """Returns what stands for a tensor of an outer graph where ops are made now, or the tensor itself."""
     graph = tf.get_default_graph()
@@ -180,6 +292,11 @@ def runs_onednn():
 def forward_op_of(op):
     """Returns the op whose gradient function made `op`, or None."""
     return op._original_op  # pylint: disable=protected-access
+
+
+def gradient_of(op):
+    """Returns the name of the gradient that was put on an op in the place of its type's, or None."""
+    return op.node_def.attr["_gradient_op_type"].s.decode() if "_gradient_op_type" in op.node_def.attr else None
 
 
 def tell_forward_op(op, forward):

@@ -7,6 +7,9 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import Operation, Structure, Tensor
 from towers.context import TowerContext, check_graph
 from towers.global_loss import watched
+from towers.graph_walk import end_of
+from towers.sharding.joining import join_placed
+from towers.sharding.placements import PartialMean
 from towers.shares import shares, weighted_sum
 
 __all__ = ["Tower", "Towers"]
@@ -93,7 +96,9 @@ class Towers:
         """Returns the outputs of all towers as those of the global batch, in the structure that the model function returned.
 
         Tensors of rank 1 or more are joined along axis 0 in the order of the towers. Scalars are averaged by weight;
-        integers and booleans among them are averaged as float32. Built by the first call, on the aggregation device, where
+        integers and booleans among them are averaged as float32. Those of a whole-batch model are what one tower would return:
+        joined along the axis that holds their examples, added up, or any tower's where all have the same
+        (`towers.whole_batch`). Built by the first call, on the aggregation device, where
         the towers were built: no loop or control dependency around the call has a part in it. What stands under a key of a dict
         is named for it, "merged/KEY", for any number of towers. None stays None.
 
@@ -120,10 +125,15 @@ class Towers:
         if isinstance(leaves[0], (tf.Operation, tf.SparseTensor)):
             raise TypeError("replicas.merged() joins and averages tensors, and the model function returned %r: leave it out of "
                             "the outputs, and take each tower's, [tower.outputs for tower in replicas]." % (leaves[0],))
+        if self[0].context.placements and not isinstance(leaves[0], tf.Tensor):
+            return tf.convert_to_tensor(leaves[0])  # a variable or number of a whole-batch model, the same in all towers
         leaves = [tf.convert_to_tensor(leaf) for leaf in leaves]
-        if leaves[0].shape.rank != 0:
+        placement = self[0].context.placements.get(end_of(leaves[0]))
+        if placement is not None and not isinstance(placement, PartialMean):
+            return join_placed(leaves, placement, self.peers)
+        if leaves[0].shape.rank != 0 and placement is None:
             return tf.concat(leaves, 0)
-        if not leaves[0].dtype.is_floating:
+        if not (leaves[0].dtype.is_floating or leaves[0].dtype.is_complex):
             leaves = [tf.cast(leaf, tf.float32) for leaf in leaves]
         weights = [tower.weight for tower in self]
         if self.peers is not None:  # shares of all workers' batch, of which these outputs are a part

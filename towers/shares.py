@@ -74,6 +74,10 @@ def shares(counts, device, peers=None):
 
 def weighted_sum(values, weights):
     """Returns the sum over towers of a tensor's values, each times the tower's share; a tower without one counts nothing."""
+    if values[0].shape.rank == 0:
+        # Of a product of a loss with a constant and one with its share Grappler makes one product, and forgets who waits for the
+        # first: then a step's loss was seen to be of weights that the step itself had updated. Of a stack it makes none.
+        return tf.reduce_sum(_weighted(tf.stack(values), tf.convert_to_tensor(weights, tf.float64)), 0)
     return sum_in_order([_weighted(value, weight) for value, weight in zip(values, weights)])
 
 

@@ -109,6 +109,11 @@ class _State:
         results = {result for view in self._views for op in view.writes for result in view.results(op)} if of_views else set()
         for ops in of_views[1:]:
             found.update(find_twins(of_views[0], ops, functions, self._writes | results, self._steps.numbers_before))
+        for view in self._views[1:]:
+            for variable in self.variables:
+                pairs = list(zip(view.writes_to(variable), self._first.writes_to(variable)))
+                if all(op in view.alike and twin in self._first.alike for op, twin in pairs):
+                    found.update(pairs)
         return found
 
     def _find_shared(self):
@@ -276,6 +281,8 @@ class _State:
                 items = graph.get_collection_ref(key)
                 items[:] = self._now(items)
         same = set(self._stands_for.values())
+        if len(self._views) == 1 < first.tower.context.num_towers:  # other workers may have more towers than this one
+            same = {op for op in first.writes if op not in first.of_batch and op not in first.drawn}
         shared = first.tower.context.shared_updates
         run_anyway = first.needed | ancestors(shared, within=first.made)  # a layer's update in line, say, which others wait for
         of_all, apart = (descendants(ops, first.made) for ops in (

@@ -18,7 +18,8 @@ class View:
       needed, reached: sets of those of `made` that outputs, or these and `items`, depend on.
       writes: dict from those of `reached` that write variables to lists of these.
       of_batch, drawn: sets of those of `made` that take what comes of the tower's own batch, or is drawn at random, as far as a
-        quick look goes: short of where towers meet.
+        quick look goes: short of where towers meet, and of writes that are known to be the same in all towers.
+      alike: set of these writes.
     """
 
     def __init__(self, tower, batch, added, writes, aggregated):
@@ -31,6 +32,7 @@ class View:
         self.needed = ancestors(self.outputs, within=self.made)
         self.reached = self.needed | ancestors(self.items, within=self.made)
         self.writes = {op: variables for op, variables in writes.items() if op in self.reached and op in self.made}
+        self.alike = tower.context.alike_writes
         self.of_batch = self._made_of(op for op in self.ops if any(end_of(tensor) in batch for tensor in op.inputs))
         self.drawn = self._made_of(op for op in self.ops if "Random" in op.type or op.type == "Multinomial")
 
@@ -38,7 +40,7 @@ class View:
         found, stack = set(), list(ops)
         while stack:
             op = stack.pop()
-            if op in self.made and op not in found:
+            if op in self.made and op not in found and op not in self.alike:
                 found.add(op)
                 if op.type != "IdentityN":
                     stack.extend(consumer for tensor in op.outputs for consumer in tensor.consumers())

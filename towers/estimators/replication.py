@@ -166,6 +166,9 @@ class _Call:
             outputs.update(self._training_of(spec, asked, first_op))
         return outputs
 
+    # What TowerOptimizers are asked for is asked once a tower: `towers.whole_batch` must not call it for the whole batch.
+    of_tower.of_any_size = True  # type: ignore[attr-defined]
+
     def _training_of(self, spec, asked, first_op):
         """Returns what a tower's train op runs, and the losses that it trains by."""
         first, made = self._asked[0], set(tf.get_default_graph().get_operations()[first_op:])

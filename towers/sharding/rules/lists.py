@@ -1,0 +1,147 @@
+"""Where control flow 1 comes together again, and the lists that its loops read and write."""
+import numpy as np
+
+from towers.graph_walk import LOOPS_BACK
+from towers.sharding.nodes import Numbered, OwnRows, Refused, Replicated, Unfit
+from towers.sharding.placements import (COMPUTED, Additive, Blocks, Listed, Replicate, RowNumbers, Rows, Shard,
+                                        Size, moved, size_of)
+from towers.sharding.rules.pointwise import jointly_linear
+from towers.sharding.rules.table import ANY, SUMS, rule
+
+__all__ = ["element_written", "joined"]
+
+
+def joined(node, numbers):
+    """Returns wants and the placement of what is one input or the other, as a branch or the turns of a loop have it.
+
+    Args:
+      node: `Node`.
+      numbers: list of int, the inputs whose placements are known yet.
+    """
+    found = [node.inputs[k].placement for k in numbers]
+    if all(placement == found[0] for placement in found):
+        return {}, found[0]
+    if all(isinstance(placement, Listed) for placement in found):
+        elements = [placement.element for placement in found if placement.element is not None]
+        if any(element != elements[0] for element in elements):
+            raise Refused("%r is a list whose elements are %s" % (node.op.name, " and ".join(map(str, elements))))
+        return {}, Listed(elements[0] if elements else None)
+    if any(isinstance(placement, Listed) for placement in found):
+        raise Unfit()
+    if any(isinstance(placement, (Shard, Blocks, RowNumbers)) for placement in found):
+        return _of_rows(node, numbers)
+    if all(isinstance(placement, (Size, Replicate)) for placement in found):
+        arrays = [node.inputs[k].elements() for k in numbers]
+        if any(array is None or array.shape != arrays[0].shape for array in arrays):
+            raise Unfit()
+        out = np.empty(arrays[0].shape, object)
+        for index in np.ndindex(out.shape):
+            each = [array[index] for array in arrays]
+            is_same = all(element == each[0] and element is not None for element in each) and not (
+                isinstance(each[0], Additive) and each[0].times is None)
+            out[index] = each[0] if is_same else COMPUTED if any(
+                isinstance(element, Additive) or element is COMPUTED for element in each) else None
+        return {}, size_of(out)
+    wants, placement = jointly_linear(node, numbers)
+    return {k: want for k, want in wants.items() if k in numbers}, placement
+
+
+def _of_rows(node, numbers):
+    rows = [k for k in numbers if isinstance(node.inputs[k].placement, (Shard, Blocks, RowNumbers))]
+    layouts = {(node.inputs[k].placement.axis, getattr(node.inputs[k].placement, "outer", 1)) for k in rows}
+    if len(layouts) > 1:
+        raise Unfit()
+    first = node.inputs[rows[0]].placement
+    like, outer = (node.inputs[rows[0]].tensor, first.axis), getattr(first, "outer", 1)
+    wants = {k: Numbered() for k in rows if isinstance(node.inputs[k].placement, RowNumbers)}
+    wants.update((k, OwnRows(first.axis, like, outer)) for k in numbers if k not in rows)
+    same = {node.inputs[k].placement.rows for k in rows}
+    named = same.pop() if len(same) == 1 else Rows(node.op.name)
+    times = first.times
+    return wants, Shard(first.axis, named, times) if outer == 1 else Blocks(first.axis, outer, named, times)
+
+
+@rule("Merge RefMerge", ANY)
+def merge(node):
+    numbers = [k for k, value in enumerate(node.inputs) if value.placement is not None]
+    try:
+        wants, placement = joined(node, numbers)
+        if isinstance(placement, Size) and any(tensor.op.type in LOOPS_BACK for tensor in node.op.inputs):
+            raise Unfit()  # in a loop a number would be computed of itself
+    except Unfit:
+        wants, placement = {k: Replicated() for k in numbers if not isinstance(node.inputs[k].placement, Replicate)}, Replicate()
+    return node.decide([placement, Replicate()], wants)
+
+
+@rule("TensorArrayV3", (Size,), always=True)
+def array(node):
+    return node.decide([Replicate(), Listed(None)], node.wanted([0]))
+
+
+def element_written(node, flow, value, placement, wants):
+    """Returns the `Decision` of an op that writes what has a placement into a list."""
+    before = node.inputs[flow].placement
+    before = before.element if isinstance(before, Listed) else None
+    others = node.wanted(k for k in range(len(node.inputs)) if k not in (flow, value))
+    if before is None or before == placement:
+        return node.decide(Listed(placement), {**others, **wants})
+    if isinstance(before, Replicate):
+        return node.decide(Listed(before), {**others, value: Replicated()})
+    if isinstance(before, Shard) and isinstance(placement, Replicate):
+        raise Refused("%r writes what is alike in all towers into a list of the towers' own examples"
+                      % node.op.name)
+    raise Refused("%r writes what is %s into a list whose elements are %s" % (node.op.name, placement, before))
+
+
+@rule("TensorArrayWriteV3", (Shard, Blocks, Listed) + SUMS, always=True)
+def written(node):
+    return element_written(node, 3, 2, node.inputs[2].placement, {})
+
+
+@rule("TensorArrayScatterV3", (Shard, Blocks, Listed) + SUMS, always=True)
+def scattered(node):
+    placement = node.inputs[2].placement
+    if isinstance(placement, (Shard, Blocks)):
+        if placement.axis == 0:
+            return element_written(node, 3, 2, Replicate(), node.wanted([2]))
+        placement = moved(placement, placement.axis - 1)
+    return element_written(node, 3, 2, placement, {})
+
+
+@rule("TensorArrayReadV3", (Listed,), always=True)
+def read(node):
+    return node.decide(_element(node, 2), node.wanted([1]))
+
+
+def _element(node, flow):
+    placement = node.inputs[flow].placement
+    if not isinstance(placement, Listed):
+        return Replicate()
+    return Replicate() if placement.element is None else placement.element
+
+
+@rule("TensorArrayGatherV3", (Listed,), always=True)
+def stacked(node):
+    element = _element(node, 2)
+    if isinstance(element, (Shard, Blocks)):
+        element = moved(element, element.axis + 1)
+    return node.decide(element, node.wanted([1]))
+
+
+@rule("TensorArrayConcatV3", (Listed,), always=True)
+def concatenated(node):
+    element = _element(node, 1)
+    if isinstance(element, (Shard, Blocks)) and element.axis == 0:
+        raise Refused("%r joins a list of the towers' own examples along their axis: stack it, and reshape"
+                      % node.op.name)
+    return node.decide([element, Replicate()])
+
+
+@rule("TensorArraySizeV3 TensorArrayCloseV3", (Listed,), always=True)
+def size_of_list(node):
+    return node.decide(Replicate())
+
+
+@rule("TensorArrayGradV3", (Listed,), always=True)
+def gradient_of_list(node):
+    return node.decide([Replicate(), Listed(None)])

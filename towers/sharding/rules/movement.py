@@ -1,0 +1,368 @@
+"""Ops that move values: they are linear in what they move, so a sum's parts stay parts of it."""
+import numpy as np
+
+from towers.sharding.nodes import ShapeOf, Unfit
+from towers.sharding.placements import COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
+from towers.sharding.rules.pointwise import along_rows, jointly_linear
+from towers.sharding.rules.reductions import axes_of_gradient
+from towers.sharding.rules.table import SUMS, rule
+
+__all__ = ["first_additive", "in_blocks", "is_of_size", "kept", "shape_wanted"]
+
+ROWS = (Shard, Blocks, RowNumbers)
+
+
+def is_of_size(element):
+    """Tells whether an element of a `Size` depends on sizes of the batch."""
+    return isinstance(element, Additive) or element is COMPUTED
+
+
+def in_blocks(placement, axis, outer, times):
+    """Returns the placement of rows that stand in `outer` blocks along an axis, `times` entries for each in a block."""
+    return Shard(axis, placement.rows, times) if outer == 1 else Blocks(axis, outer, placement.rows, times)
+
+
+def known_product(sizes):
+    """Returns the product of sizes, and whether some of them are not known."""
+    known = [size for size in sizes if size is not None]
+    return int(np.prod(known, dtype=np.int64)), len(known) < len(sizes)
+
+
+def shape_wanted(node, k, axis):
+    """Returns wants by which a shape is the tower's own along an axis, and the whole batch's along all others, a dict."""
+    elements = node.inputs[k].elements()
+    if isinstance(node.inputs[k].placement, Replicate):
+        return {}
+    others = [element for j, element in enumerate(elements) if j != axis]
+    if not any(map(is_of_size, others)) and elements[axis] is not COMPUTED:
+        return {}
+    return {k: ShapeOf(own=(axis,))}
+
+
+@rule("Reshape", ROWS + (Size,) + SUMS)
+def reshape(node):
+    value, shape = node.inputs
+    if isinstance(value.placement, SUMS):
+        return node.decide(value.placement, node.wanted([1]))
+    if isinstance(value.placement, Size):
+        target = shape.const()
+        if target is None:
+            raise Unfit()
+        return node.decide(size_of(value.placement.array().reshape([int(n) for n in target])))
+    if not isinstance(value.placement, ROWS):
+        raise Unfit()
+    placement = value.placement
+    if value.dims is None:
+        return _rows_of_any_rank(node)
+    if isinstance(placement, RowNumbers) and placement.column is not None:
+        raise Unfit()
+    out, elements = node.outputs[0], shape.elements()
+    before, is_unknown = known_product(value.whole[:placement.axis])
+    if is_unknown:
+        raise Unfit()
+    before *= getattr(placement, "outer", 1)
+    after, some_after = known_product(value.whole[placement.axis + 1:])
+    for axis in range(out.rank):
+        first, is_unknown = known_product(out.whole[:axis])
+        element = None if elements is None else elements[axis]
+        if is_unknown or not first or first > before:
+            break
+        if before % first or not (isinstance(element, Additive) or out.varies(axis)):
+            continue
+        outer = before // first
+        times = _times(placement, element, outer, (after, some_after), known_product(out.whole[axis + 1:]))
+        if isinstance(placement, RowNumbers):
+            if outer != 1 or after != 1 or some_after:
+                raise Unfit()
+            return node.decide(moved(placement, axis), _target(node, elements, axis))
+        return node.decide(in_blocks(placement, axis, outer, times), _target(node, elements, axis))
+    raise Unfit()
+
+
+def _rows_of_any_rank(node):
+    """The rows go on: TensorFlow knows no rank of the gradient of a broadcast before it is reshaped."""
+    placement, elements = node.inputs[0].placement, node.inputs[1].elements()
+    if isinstance(placement, RowNumbers) or placement.times is None or elements is None or not len(elements):
+        raise Unfit()
+    outer = getattr(placement, "outer", 1)
+    axis = 0 if not placement.axis and outer == 1 else _axis_before_sum(node, placement.axis)
+    if elements[axis] != Additive(placement.times * outer, placement.rows):
+        raise Unfit()
+    return node.decide(moved(placement, axis), _target(node, elements, axis))
+
+
+def _axis_before_sum(node, axis):
+    """Returns the number that an axis has in the shape of a broadcast's input, whose gradient is reshaped to it."""
+    total, shape = (value.tensor for value in node.inputs)
+    numbers = total.op.inputs[1] if total.op.type == "Sum" and not total.op.get_attr("keep_dims") else None
+    if numbers is None or numbers.op.type != "BroadcastGradientArgs" or numbers.op.inputs[numbers.value_index] is not shape:
+        raise Unfit()
+    rank = max(int(each.shape[0]) for each in numbers.op.inputs)
+    summed = axes_of_gradient(node, numbers)
+    left = [k for k in range(rank) if k not in summed]
+    return left[axis] - (rank - int(shape.shape[0]))
+
+
+def _times(placement, element, outer, after, behind):
+    """Returns how many entries an example has along an axis of the output, None if not known; `Unfit` where it is no number."""
+    if isinstance(element, Additive) and element.times is not None and element.rows == placement.rows:
+        if element.times % outer:
+            raise Unfit()
+        return element.times // outer
+    if isinstance(placement, RowNumbers) and after == behind:
+        return 1
+    times = getattr(placement, "times", None)
+    if behind[1] or times is None:
+        # Rows may be kept as they are, and no more.
+        if after == behind and not after[1]:
+            return times
+        raise Unfit()
+    if not behind[0] or times * after[0] % behind[0]:
+        raise Unfit()
+    return None if after[1] else times * after[0] // behind[0]
+
+
+def _target(node, elements, axis):
+    """Returns wants by which a shape that is reshaped to leaves the size along one axis open, where it may be another tower's."""
+    others = [] if elements is None else [element for j, element in enumerate(elements) if j != axis]
+    if isinstance(node.inputs[1].placement, Replicate):
+        if elements is not None and isinstance(elements[axis], int):
+            return {}
+        if any(isinstance(element, int) and element == -1 for element in others):
+            raise Unfit()
+        return {1: ShapeOf(unknown=(axis,))}
+    if elements[axis] is not COMPUTED and not any(map(is_of_size, others)):
+        return {}
+    if any(isinstance(element, int) and element == -1 for element in others):
+        raise Unfit()
+    return {1: ShapeOf(unknown=(axis,))}
+
+
+@rule("Transpose ConjugateTranspose", ROWS + (Size,) + SUMS)
+def transpose(node):
+    placement = node.inputs[0].placement
+    if isinstance(placement, SUMS):
+        return node.decide(placement, node.wanted([1]))
+    order = node.inputs[1].const()
+    if isinstance(placement, Size) and order is not None:
+        return node.decide(size_of(np.transpose(placement.array(), order)))
+    if order is None or isinstance(placement, RowNumbers) and placement.column is not None:
+        raise Unfit()
+    return node.decide(moved(placement, list(order).index(placement.axis)))
+
+
+@rule("ExpandDims", ROWS + (Size,) + SUMS)
+def expand_dims(node):
+    placement, at = node.inputs[0].placement, node.inputs[1].const()
+    if isinstance(placement, SUMS):
+        return node.decide(placement, node.wanted([1]))
+    if at is None:
+        raise Unfit()
+    at = int(np.reshape(at, -1)[0]) % (node.inputs[0].rank + 1)
+    if isinstance(placement, Size):
+        return node.decide(size_of(np.expand_dims(placement.array(), at)))
+    if isinstance(placement, RowNumbers) and placement.column is not None and at == node.inputs[0].rank:
+        raise Unfit()
+    return node.decide(moved(placement, placement.axis + (at <= placement.axis)))
+
+
+@rule("Squeeze", ROWS + (Size,) + SUMS)
+def squeeze(node):
+    value = node.inputs[0]
+    placement = value.placement
+    if isinstance(placement, SUMS):
+        return node.decide(placement)
+    asked = [axis % value.rank for axis in node.attr("squeeze_dims")]
+    if isinstance(placement, Size):
+        return node.decide(size_of(np.squeeze(placement.array(), tuple(asked) if asked else None)))
+    gone = asked or [axis for axis, size in enumerate(value.whole) if size == 1]
+    if placement.axis in gone or not asked and None in value.whole[:placement.axis]:
+        raise Unfit()
+    if isinstance(placement, RowNumbers) and placement.column is not None and value.rank - 1 in gone:
+        raise Unfit()
+    return node.decide(moved(placement, placement.axis - sum(axis < placement.axis for axis in gone)))
+
+
+@rule("Concat ConcatV2", ROWS + (Size,) + SUMS)
+def concat(node):
+    at = 0 if node.type == "Concat" else len(node.inputs) - 1
+    numbers = [k for k in range(len(node.inputs)) if k != at]
+    axis = node.inputs[at].const()
+    if axis is None:
+        raise Unfit()
+    return _joined(node, numbers, int(axis), lambda arrays, axis: np.concatenate(arrays, axis))
+
+
+@rule("Pack", ROWS + (Size,) + SUMS)
+def pack(node):
+    numbers = list(range(len(node.inputs)))
+    axis = node.attr("axis") % node.outputs[0].rank
+    if node.of(*ROWS):
+        columns = _columns(node, axis)
+        if columns is not None:
+            return node.decide(columns)
+        wants, placement = along_rows(node, node.inputs[0].rank, dict.fromkeys(numbers, 0))
+        return node.decide(moved(placement, placement.axis + (axis <= placement.axis)), wants)
+    return _joined(node, numbers, axis, lambda arrays, axis: np.stack(arrays, axis))
+
+
+def _columns(node, axis):
+    """Returns the placement of columns that are stacked, one of which numbers rows, None where that is not what they are."""
+    numbers = node.of(RowNumbers)
+    same = {value.placement.axis for value in node.inputs if isinstance(value.placement, (Shard, RowNumbers))}
+    if len(numbers) != 1 or axis != node.outputs[0].rank - 1 or not node.all(Shard, RowNumbers) or len(same) != 1:
+        return None
+    placement = node.inputs[numbers[0]].placement
+    return None if placement.column is not None else RowNumbers(
+        placement.axis, placement.rows, placement.times, placement.of, placement.count, numbers[0])
+
+
+def _joined(node, numbers, axis, of_arrays):
+    others = node.wanted(k for k in range(len(node.inputs)) if k not in numbers)
+    if all(isinstance(node.inputs[k].placement, (Size, Replicate)) for k in numbers):
+        arrays = [node.inputs[k].elements() for k in numbers]
+        if any(array is None for array in arrays):
+            raise Unfit()
+        return node.decide(size_of(of_arrays(arrays, axis)), others)
+    if any(isinstance(node.inputs[k].placement, ROWS) for k in numbers):
+        rank = node.inputs[numbers[0]].rank
+        found = {node.inputs[k].placement for k in numbers}
+        first = node.inputs[numbers[0]].placement
+        if any(isinstance(placement, ROWS) and axis % rank == placement.axis for placement in found):
+            times = {getattr(value.placement, "times", None) for value in (node.inputs[k] for k in numbers)}
+            if len(found) > 1 or isinstance(first, RowNumbers) or len(times) > 1 or None in times:
+                raise Unfit()  # other rows stand between the towers' own
+            return node.decide(in_blocks(first, first.axis, len(numbers) * getattr(first, "outer", 1), first.times), others)
+        if len(found) == 1 and not isinstance(first, RowNumbers):
+            return node.decide(first, others)
+        wants, placement = along_rows(node, rank, {k: 0 if k in numbers else rank for k in range(len(node.inputs))})
+        return node.decide(placement, {**wants, **others})
+    wants, placement = jointly_linear(node, numbers)
+    return node.decide(placement, wants)
+
+
+@rule("Unpack", ROWS + (Size,) + SUMS)
+def unpack(node):
+    placement = node.inputs[0].placement
+    if isinstance(placement, SUMS):
+        return node.decide(placement)
+    axis = node.attr("axis") % node.inputs[0].rank
+    if isinstance(placement, Size):
+        return node.decide([size_of(kept(element)) for element in np.moveaxis(placement.array(), axis, 0)])
+    if isinstance(placement, RowNumbers) and placement.column is not None:
+        if axis != node.inputs[0].rank - 1:
+            raise Unfit()
+        plain = RowNumbers(placement.axis, placement.rows, placement.times, placement.of, placement.count)
+        return node.decide([plain if k == placement.column else Shard(placement.axis, placement.rows, placement.times)
+                            for k in range(len(node.outputs))])
+    if axis == placement.axis:
+        raise Unfit()
+    return node.decide(moved(placement, placement.axis - (axis < placement.axis)))
+
+
+def kept(element):
+    """Returns an element of an array of objects as an array: a named tuple would become one of its fields."""
+    if isinstance(element, np.ndarray):
+        return element
+    found = np.empty((), object)
+    found[()] = element
+    return found
+
+
+@rule("Split SplitV", ROWS + (Size,) + SUMS)
+def split(node):
+    data, at = (1, 0) if node.type == "Split" else (0, 2)
+    others = node.wanted(k for k in range(len(node.inputs)) if k != data)
+    placement, axis = node.inputs[data].placement, node.inputs[at].const()
+    if isinstance(placement, SUMS):
+        return node.decide(placement, others)
+    if axis is None or isinstance(placement, Size):
+        raise Unfit()
+    parts = node.attr("num_split")
+    if int(axis) % node.inputs[data].rank == placement.axis:
+        outer = getattr(placement, "outer", 1)
+        if node.type == "SplitV" or outer % parts:
+            raise Unfit()
+        return node.decide(in_blocks(placement, placement.axis, outer // parts, placement.times), others)
+    if isinstance(placement, RowNumbers) and placement.column is not None:
+        raise Unfit()
+    return node.decide(placement, others)
+
+
+def first_additive(elements):
+    """Returns the first axis whose size is a number of rows, None where there is none; `Unfit` where a size is computed."""
+    if elements is None or any(element is COMPUTED for element in elements):
+        raise Unfit()
+    return next((axis for axis, element in enumerate(elements) if isinstance(element, Additive)), None)
+
+
+@rule("Tile", ROWS + (Size,) + SUMS)
+def tile(node):
+    value, times = node.inputs[0], node.inputs[1].elements()
+    placement = value.placement
+    if isinstance(placement, SUMS) and isinstance(node.inputs[1].placement, Replicate):
+        return node.decide(placement)
+    if isinstance(placement, Size) or times is None:
+        raise Unfit()
+    if isinstance(placement, ROWS):
+        if isinstance(placement, RowNumbers) and placement.column is not None:
+            raise Unfit()
+        number = times[placement.axis]
+        if not isinstance(number, int):
+            raise Unfit()
+        if number == 1:
+            return node.decide(placement, shape_wanted(node, 1, placement.axis))
+        if isinstance(placement, RowNumbers) or number < 1:
+            raise Unfit()
+        return node.decide(in_blocks(placement, placement.axis, number * getattr(placement, "outer", 1), placement.times),
+                           shape_wanted(node, 1, placement.axis))
+    axis = first_additive(times)
+    if axis is None:
+        raise Unfit()
+    size = value.whole[axis]
+    wants = {**node.wanted([0]), **shape_wanted(node, 1, axis)}
+    return node.decide(Shard(axis, times[axis].rows, None if None in (size, times[axis].times) else size * times[axis].times),
+                       wants)
+
+
+@rule("BroadcastTo", ROWS + (Size,) + SUMS)
+def broadcast_to(node):
+    value, shape = node.inputs[0], node.inputs[1].elements()
+    placement = value.placement
+    if isinstance(placement, SUMS) and isinstance(node.inputs[1].placement, Replicate):
+        return node.decide(placement)
+    if isinstance(placement, Size) or shape is None:
+        raise Unfit()
+    start = len(shape) - value.rank
+    if isinstance(placement, ROWS):
+        if isinstance(placement, RowNumbers) and placement.column is not None:
+            raise Unfit()
+        axis = placement.axis + start
+        return node.decide(moved(placement, axis), shape_wanted(node, 1, axis))
+    axis = first_additive(shape)
+    if axis is None or axis >= start and value.whole[axis - start] != 1:
+        raise Unfit()
+    return node.decide(Shard(axis, shape[axis].rows, shape[axis].times), {**node.wanted([0]), **shape_wanted(node, 1, axis)})
+
+
+@rule("Pad PadV2 MirrorPad", (Shard, Blocks) + SUMS)
+def pad(node):
+    placement, paddings = node.inputs[0].placement, node.inputs[1].const()
+    if isinstance(placement, SUMS):
+        if node.type == "PadV2" and np.any(node.inputs[2].const() != 0):
+            raise Unfit()
+        return node.decide(placement, node.wanted(range(1, len(node.inputs))))
+    if not isinstance(placement, (Shard, Blocks)) or paddings is None or np.any(paddings[placement.axis]):
+        raise Unfit()
+    return node.decide(placement, node.wanted(range(1, len(node.inputs))))
+
+
+@rule("OneHot", ROWS)
+def one_hot(node):
+    placement = node.inputs[0].placement
+    if not isinstance(placement, ROWS):
+        raise Unfit()
+    at = node.attr("axis") % node.outputs[0].rank
+    wants, found = along_rows(node, node.inputs[0].rank,
+                              {k: 0 if k == 0 else node.inputs[0].rank for k in range(len(node.inputs))})
+    return node.decide(moved(found, found.axis + (at <= found.axis)), wants)

@@ -1,0 +1,112 @@
+"""Ops that compute each example by itself, along axis 0 of the inputs that are numbered here, and hold none else of the batch."""
+from towers.sharding.nodes import Unfit
+from towers.sharding.placements import Additive, Blocks, Own, Replicate, Shard, Size
+from towers.sharding.rules.movement import in_blocks, shape_wanted
+from towers.sharding.rules.table import rule
+
+__all__ = []
+
+ROWS = (Shard, Blocks)
+
+# Type of the op -> the inputs whose axis 0 is the batch. All outputs have it too.
+EACH_ROW = {
+    "AdjustContrastv2": (0,), "AdjustHue": (0,), "AdjustSaturation": (0,),
+    "AvgPool": (0,), "AvgPool3D": (0,), "AvgPoolGrad": (1,), "AvgPool3DGrad": (1,),
+    "Conv2D": (0,), "Conv2DBackpropInput": (2,), "Conv3D": (0,), "Conv3DBackpropInputV2": (2,),
+    "DepthToSpace": (0,), "DepthwiseConv2dNative": (0,), "DepthwiseConv2dNativeBackpropInput": (2,),
+    "Dilation2D": (0,), "Dilation2DBackpropInput": (0, 2), "ExtractImagePatches": (0,), "ExtractVolumePatches": (0,),
+    "HSVToRGB": (0,), "LRN": (0,), "LRNGrad": (0, 1, 2),
+    "MaxPool": (0,), "MaxPool3D": (0,), "MaxPool3DGrad": (0, 1, 2), "MaxPool3DGradGrad": (0, 1, 2), "MaxPoolGrad": (0, 1, 2),
+    "MaxPoolGradGrad": (0, 1, 2), "MaxPoolGradGradV2": (0, 1, 2), "MaxPoolGradV2": (0, 1, 2), "MaxPoolV2": (0,), "RGBToHSV": (0,),
+    "ResizeArea": (0,), "ResizeBicubic": (0,), "ResizeBicubicGrad": (0, 1), "ResizeBilinear": (0,), "ResizeBilinearGrad": (0, 1),
+    "ResizeNearestNeighbor": (0,), "ResizeNearestNeighborGrad": (0,), "SpaceToDepth": (0,), "ImageProjectiveTransformV2": (0,),
+    "ImageProjectiveTransformV3": (0,),
+}
+
+
+# Gradients whose input 0 is the shape of what they return, rows and all.
+SHAPED = frozenset(["AvgPool3DGrad", "AvgPoolGrad", "Conv2DBackpropInput", "Conv3DBackpropInputV2",
+                    "DepthwiseConv2dNativeBackpropInput"])
+
+
+@rule(" ".join(name for name in EACH_ROW if name not in SHAPED), ROWS)
+def each_row(node):
+    return node.each_row(list(EACH_ROW[node.type]))
+
+
+@rule("FractionalAvgPool", ROWS)
+def fractional_pool(node):
+    """Where the pools end is drawn for all examples together."""
+    ends = Replicate() if node.attr("deterministic") else Own()
+    return node.decide([node.each_row([0]).outputs[0], ends, ends])
+
+
+@rule(" ".join(sorted(SHAPED)), ROWS + (Size,))
+def each_row_of_shape(node):
+    decision = node.each_row(list(EACH_ROW[node.type]))
+    placement, elements = decision.outputs[0], node.inputs[0].elements()
+    times = None if placement.times is None else placement.times * getattr(placement, "outer", 1)
+    if times is None or elements is None or elements[0] != Additive(times, placement.rows):
+        raise Unfit()  # as large as the whole batch
+    decision.wants.pop(0, None)
+    decision.wants.update(shape_wanted(node, 0, 0))
+    return decision
+
+
+# Of each matrix that the last two axes hold.
+@rule("BatchMatrixInverse Cholesky CholeskyGrad Eig LogMatrixDeterminant MatrixDeterminant MatrixExponential MatrixInverse "
+      "MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Lu Qr SelfAdjointEigV2 Svd", ROWS)
+def each_matrix(node):
+    sharded = node.of(*ROWS)
+    found = {node.inputs[k].placement for k in sharded}
+    if len(found) != 1 or len(sharded) < len([v for v in node.inputs if v.rank >= 2]) or len({
+            node.inputs[k].rank for k in sharded}) > 1:
+        raise Unfit()
+    placement = found.pop()
+    if placement.axis >= node.inputs[sharded[0]].rank - 2:
+        raise Unfit()
+    return node.decide(placement, node.wanted(k for k in range(len(node.inputs)) if k not in sharded))
+
+
+# Along the last axes: type -> how many.
+FOURIER = {"FFT": 1, "IFFT": 1, "RFFT": 1, "IRFFT": 1, "FFT2D": 2, "IFFT2D": 2, "RFFT2D": 2, "IRFFT2D": 2, "FFT3D": 3,
+           "IFFT3D": 3, "RFFT3D": 3, "IRFFT3D": 3}
+
+
+@rule(" ".join(FOURIER), ROWS)
+def fourier(node):
+    placement = node.inputs[0].placement
+    if not isinstance(placement, ROWS) or placement.axis >= node.inputs[0].rank - FOURIER[node.type]:
+        raise Unfit()
+    return node.decide(placement, node.wanted(range(1, len(node.inputs))))
+
+
+@rule("ReverseSequence", ROWS)
+def reverse_sequence(node):
+    placement = node.inputs[0].placement
+    if not isinstance(placement, ROWS):
+        raise Unfit()
+    if node.attr("batch_dim") != placement.axis or not isinstance(node.inputs[1].placement, ROWS):
+        raise Unfit()
+    return node.decide(placement)
+
+
+@rule("CTCLoss CTCLossV2", ROWS)
+def ctc(node):
+    raise Unfit()
+
+
+@rule("SpaceToBatchND BatchToSpaceND SpaceToBatch BatchToSpace", ROWS)
+def space_to_batch(node):
+    """The batch becomes blocks: [space, n] along axis 0."""
+    value = node.inputs[0]
+    block = node.inputs[1].const() if node.type.endswith("ND") else None
+    if block is None or not isinstance(value.placement, ROWS) or value.placement.axis:
+        raise Unfit()
+    outer, number = getattr(value.placement, "outer", 1), int(block.prod())
+    others = node.wanted(range(1, len(node.inputs)))
+    if node.type == "SpaceToBatchND":
+        return node.decide(in_blocks(value.placement, 0, outer * number, value.placement.times), others)
+    if outer % number:
+        raise Unfit()
+    return node.decide(in_blocks(value.placement, 0, outer // number, value.placement.times), others)

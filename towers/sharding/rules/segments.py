@@ -1,0 +1,69 @@
+"""Rows that are added up by numbers: segments, and counts."""
+from towers.sharding.nodes import Numbered, Unfit
+from towers.sharding.placements import Blocks, Partial, Replicate, RowNumbers, Shard, Size, moved
+from towers.sharding.rules.gathers import aligned
+from towers.sharding.rules.table import SUMS, rule
+
+__all__ = []
+
+ROWS = (Shard, RowNumbers)
+
+
+@rule("UnsortedSegmentSum", ROWS + (Size,) + SUMS)
+def segment_sum(node):
+    data, ids, number = node.inputs
+    if isinstance(ids.placement, Replicate):
+        if isinstance(data.placement, SUMS):
+            return node.decide(data.placement, node.wanted([2]))
+        if isinstance(data.placement, Shard) and data.placement.axis >= ids.rank:
+            return node.decide(moved(data.placement, data.placement.axis - ids.rank + 1), node.wanted([2]))
+        raise Unfit()
+    if not isinstance(ids.placement, ROWS) or isinstance(data.placement, SUMS):
+        raise Unfit()
+    taken = ids.placement
+    wants = aligned(node, 0, taken, (ids.tensor, taken.axis))
+    element = number.elements()
+    numbers_rows = isinstance(taken, RowNumbers) and taken.column is None and element is not None
+    if numbers_rows and element[()] == taken.of and taken.of.times:
+        return node.decide(Shard(0, taken.of.rows, taken.of.times), wants)
+    wants.update(node.wanted([2]))
+    if isinstance(taken, RowNumbers):
+        wants[1] = Numbered()
+    return node.decide(Partial(), wants)
+
+
+@rule("Bincount DenseBincount", (Shard,))
+def bincount(node):
+    values, size, weights = node.inputs
+    if isinstance(values.placement, Shard) and values.placement.axis == 0 and values.rank == 1 and not node.op.node_def.attr[
+            "binary_output"].b and (weights.whole == [0] or isinstance(weights.placement, Shard)):
+        return node.decide(Partial(), node.wanted([1]))
+    raise Unfit()
+
+
+@rule("HistogramFixedWidth", (Shard,))
+def histogram(node):
+    return node.decide(Partial(), node.wanted([1, 2]))
+
+
+@rule("UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd", (Shard,))
+def segment_largest(node):
+    data, ids, _ = node.inputs
+    if not isinstance(ids.placement, Replicate) or not isinstance(data.placement, Shard) or data.placement.axis < ids.rank:
+        raise Unfit()
+    return node.decide(moved(data.placement, data.placement.axis - ids.rank + 1), node.wanted([2]))
+
+
+# Segments whose numbers are in order -> whether they are linear in what is added up. Their gradients are too.
+SORTED = dict.fromkeys("SegmentMax SegmentMin SegmentProd".split(), False)
+SORTED.update(dict.fromkeys("""SegmentMean SegmentSum SparseSegmentMean SparseSegmentMeanGrad SparseSegmentMeanWithNumSegments
+SparseSegmentSqrtN SparseSegmentSqrtNGrad SparseSegmentSqrtNWithNumSegments SparseSegmentSum SparseSegmentSumGrad
+SparseSegmentSumWithNumSegments""".split(), True))
+
+
+@rule(" ".join(SORTED), (Shard, Blocks) + SUMS)
+def sorted_segments(node):
+    placement = node.inputs[0].placement
+    if SORTED[node.type] and isinstance(placement, SUMS) or isinstance(placement, (Shard, Blocks)) and placement.axis:
+        return node.decide(placement, node.wanted(range(1, len(node.inputs))))
+    raise Unfit()

@@ -1,0 +1,104 @@
+"""The table of rules: an op's type, the rule, and which kinds of placements the rule knows.
+
+A rule is a pure function of a `Node` that returns a `Decision`. What it does not know, it never sees: an input of another kind
+is made whole in every tower before. So a kind that is new to a rule costs speed, and is never dropped. A rule that raises `Unfit`
+gets all inputs whole. What an op computes of whole inputs is whole, so that much is exact for every op that is deterministic.
+"""
+from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
+
+from towers.sharding.nodes import Refused, Replicated, Unfit
+from towers.sharding.placements import Blocks, Listed, Partial, PartialMean, Replicate, RowNumbers, Shard, Size
+
+__all__ = ["ANY", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
+
+SUMS = (Partial, PartialMean)
+ANY = (Replicate, Shard, Blocks, RowNumbers, Partial, PartialMean, Size, Listed)
+
+
+class Rule(NamedTuple):
+    """A rule of the table.
+
+    Attributes:
+      function: of a `Node`, returns a `Decision`.
+      knows: the kinds of placements that it knows, besides Replicate.
+      always: whether it is asked also where all inputs are replicated.
+    """
+    function: Callable[[Any], Any]
+    knows: FrozenSet[type]
+    always: bool = False
+
+
+RULES: Dict[str, Rule] = {}  # type of an op -> its rule
+
+
+def rule(types, knows=(), always=False):
+    """Returns a decorator that puts a rule into the table.
+
+    Args:
+      types: str, the types of ops, separated by blanks.
+      knows: kinds of placements that the rule knows, besides Replicate.
+      always: whether it is asked also where all inputs are replicated.
+    """
+    def register(function):
+        for name in types.split():
+            assert name not in RULES, name
+            RULES[name] = Rule(function, frozenset(knows) | {Replicate}, always)
+        return function
+    return register
+
+
+def placement_rule(op_type: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Returns a decorator that gives ops of one type a rule: how what they compute in towers comes to the whole batch's.
+
+    The rule is a function of a `towers.sharding.Node`. It returns `node.each_row()` where the op computes each example, along
+    axis 0, by itself; `node.replicated()` where it has to have the whole batch; or a `towers.sharding.Decision`.
+
+    Args:
+      op_type: str, the op's type, "MyOp".
+
+    Example:
+
+        @towers.placement_rule("MyOp")
+        def my_op(node):
+            return node.each_row()
+    """
+    def register(function):
+        RULES[op_type] = Rule(function, frozenset([Replicate, Shard]))
+        return function
+    return register
+
+
+def decide(node: Any) -> Optional[Any]:
+    """Returns the `Decision` for a `Node`; None where the op is as it is in every tower, and what it returns is replicated.
+
+    Raises:
+      Refused: for an op without a rule that has state or draws, and inputs that are not replicated.
+    """
+    found = node.context.rules.get(node.type)
+    if all(type(value.placement) is Replicate for value in node.inputs) and not (found and found.always):
+        return None
+    if found is None:
+        return _without_rule(node)
+    unknown = [k for k, value in enumerate(node.inputs) if type(value.placement) not in found.knows]
+    kept = [node.inputs[k].placement for k in unknown]
+    for k in unknown:
+        node.inputs[k].make_whole()
+    is_whole = all(type(value.placement) is Replicate for value in node.inputs) and not found.always
+    try:
+        decision = node.replicated() if is_whole else found.function(node)
+    except Unfit:
+        decision = node.replicated()
+    for k, placement in zip(unknown, kept):
+        node.inputs[k].placement = placement
+        decision.wants.setdefault(k, Replicated())
+    return decision
+
+
+def _without_rule(node):
+    if node.op.op_def is None or node.op.op_def.is_stateful:
+        raise Refused(
+            "the op %r is a %s, for which there is no rule, and it computes of the tower's own examples "
+            "(%s). If it computes each example by itself, make it under `with towers.each_example():`; otherwise give it a rule, "
+            "@towers.placement_rule(%r)." % (node.op.name, node.type, ", ".join(
+                str(value.placement) for value in node.inputs if type(value.placement) is not Replicate), node.type))
+    return node.replicated()
