@@ -12,6 +12,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, run
+from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 SIZES = [[2, 5], [1, 4, 2]]
@@ -19,12 +20,14 @@ X = np.random.RandomState(0).randn(7, 3)
 VALID = np.array([1.0, 1, 0.5, 1, 0, 2, 1])
 
 
-def assert_law(model_fn, batch, scopes, kind, **kwargs):
-    """The law for 2 and 3 uneven towers in float64, and which layers were converted."""
-    for sizes in SIZES:
+@pytest.fixture(params=[SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.sweep)])
+def assert_law(request):
+    """The law for 2 uneven towers, and in a sweep for 3, in float64, and which layers were converted."""
+    def check(model_fn, batch, scopes, kind, **kwargs):
         converted = tf_syncbn.convert_model(model_fn, **kwargs)
-        assert_equals_one_batch(converted, batch, num_towers=len(sizes), sizes=sizes)
+        assert_equals_one_batch(converted, batch, num_towers=len(request.param), sizes=request.param)
         assert [(layer.scope, layer.kind) for layer in converted.converted] == [(scope, kind) for scope in scopes]
+    return check
 
 
 def scaled(x):
@@ -54,8 +57,8 @@ NUMBERS = {
     "at least one": lambda n: tf.maximum(n, 1.0), "cast": lambda n: tf.cast(tf.reshape(n, [1]), tf.float64)}
 
 
-@pytest.mark.parametrize("form", sorted(NUMBERS))
-def test_a_loss_is_divided_by_the_towers_own_sum_of_the_weights_that_moments_are_divided_by(form):
+@pytest.mark.parametrize("form", covering(sorted(NUMBERS), one_in=4))
+def test_a_loss_is_divided_by_the_towers_own_sum_of_the_weights_that_moments_are_divided_by(form, assert_law):
     def model_fn(x, valid):
         total = tf.reduce_sum(valid)
         n = NUMBERS[form](total)
@@ -69,7 +72,7 @@ def test_a_loss_is_divided_by_the_towers_own_sum_of_the_weights_that_moments_are
     assert_law(model_fn, (X, VALID), ["bn"], "sums")
 
 
-def test_layers_share_a_sum_of_weights():
+def test_layers_share_a_sum_of_weights(assert_law):
     def model_fn(x, valid):
         n, y = tf.reduce_sum(valid), scaled(x)
         for scope in ("bn1", "bn2"):
@@ -103,8 +106,8 @@ EXCHANGED = {
     "all_gather": lambda mean: tf.reduce_mean(towers.all_gather(mean), 0, keepdims=True)}
 
 
-@pytest.mark.parametrize("how", sorted(EXCHANGED))
-def test_moments_that_the_model_exchanges_are_those_of_the_whole_batch(how):
+@pytest.mark.parametrize("how", covering(sorted(EXCHANGED), one_in=4))
+def test_moments_that_the_model_exchanges_are_those_of_the_whole_batch(how, assert_law):
     def model_fn(x):
         y = scaled(x)
         with tf.name_scope("bn"):
@@ -115,7 +118,7 @@ def test_moments_that_the_model_exchanges_are_those_of_the_whole_batch(how):
     assert_law(model_fn, (X,), ["bn"], "moments")
 
 
-def test_a_sum_that_the_model_exchanges_beside_a_batch_norm_of_the_same_examples_is_the_towers():
+def test_a_sum_that_the_model_exchanges_beside_a_batch_norm_of_the_same_examples_is_the_towers(assert_law):
     def model_fn(x, valid):
         y = scaled(x)
         with tf.name_scope("bn"):
@@ -127,8 +130,8 @@ def test_a_sum_that_the_model_exchanges_beside_a_batch_norm_of_the_same_examples
     assert_law(model_fn, (X, VALID), ["bn"], "sums")
 
 
-@pytest.mark.parametrize("resource", [False, True])
-def test_a_scale_that_is_initialized_by_the_moments_is_read_after_it_is_written(resource):
+@pytest.mark.parametrize("resource,sizes", covering([False, True], SIZES))
+def test_a_scale_that_is_initialized_by_the_moments_is_read_after_it_is_written(resource, sizes):
     def model_fn(x):
         g, b, first = (tf.get_variable(name, [3], tf.float64, tf.constant_initializer(value), trainable=value < 2,
                                        use_resource=resource)
@@ -147,10 +150,9 @@ def test_a_scale_that_is_initialized_by_the_moments_is_read_after_it_is_written(
         with tf.variable_scope("", reuse=True):
             return scaled(x)
 
-    for sizes in SIZES:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            assert_equals_one_batch(tf_syncbn.convert_model(model_fn), (X,), num_towers=len(sizes), sizes=sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert_equals_one_batch(tf_syncbn.convert_model(model_fn), (X,), num_towers=len(sizes), sizes=sizes)
 
 
 def by_moments_and_average(x, resource):
@@ -166,9 +168,8 @@ def by_moments_and_average(x, resource):
 READ_AFTER = {"times one": lambda moving: moving * 1, "square": tf.square, "read_value": lambda moving: moving.read_value()}
 
 
-@pytest.mark.parametrize("resource", [False, True])
-@pytest.mark.parametrize("how", sorted(READ_AFTER))
-def test_a_moving_average_that_is_read_after_its_update_holds_the_moments_of_all_examples(how, resource):
+@pytest.mark.parametrize("how,resource", covering(sorted(READ_AFTER), [False, True], one_in=2))
+def test_a_moving_average_that_is_read_after_its_update_holds_the_moments_of_all_examples(how, resource, assert_law):
     def model_fn(x):
         moving, z, step = by_moments_and_average(x, resource)
         with tf.control_dependencies([tf.assign_sub(moving, step)]):
@@ -182,9 +183,8 @@ def test_a_moving_average_that_is_read_after_its_update_holds_the_moments_of_all
 CHECKS = {"check": lambda t: tf.check_numerics(t, "no number"), "print": lambda t: tf.Print(t, []), "identity": tf.identity}
 
 
-@pytest.mark.parametrize("resource", [False, True])
-@pytest.mark.parametrize("check", sorted(CHECKS))
-def test_moving_averages_that_are_checked_before_they_are_written_are_those_of_all_examples(check, resource):
+@pytest.mark.parametrize("check,resource", covering(sorted(CHECKS), [False, True], one_in=4))
+def test_moving_averages_that_are_checked_before_they_are_written_are_those_of_all_examples(check, resource, assert_law):
     def model_fn(x):
         moving, z, step = by_moments_and_average(x, resource)
         new_mean = tf.assign_sub(moving, CHECKS[check](step))

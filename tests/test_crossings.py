@@ -1,4 +1,4 @@
-"""What convert_model can't sync and one tower would compute of the whole batch is named, whatever it is made of."""
+"""What convert_model finds no batch norm in, and one tower would compute of the whole batch, is computed of all towers'."""
 import warnings
 
 import numpy as np
@@ -6,9 +6,11 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import tf_syncbn
-import towers
 from tests.support import build
 from tests.test_conversion import by_moments
+from towers.testing import assert_equals_one_batch
+
+X = np.random.RandomState(0).randn(7, 4, 3)
 
 
 def normalized(x, mean, variance):
@@ -87,11 +89,12 @@ CROSSING = [by_unique_classes,
             lambda x: x / tf.sqrt(tf.reduce_max(x * x, [0, 1]) + 1e-3),
             lambda x: x * tf.rsqrt(2 * tf.nn.l2_loss(x)),
             lambda x: x - tf.reduce_mean(x, [0, 1]),
-            lambda x: x - x[0],
-            lambda x: x + tf.stack([x[i] - x[0] for i in range(x.shape[0])]),
-            lambda x: x - tf.reduce_mean(tf.unstack(x), [0, 1]),
-            lambda x: x - tf.reduce_mean(tf.sin(tf.concat(tf.split(x, int(x.shape[0])), 0)), [0, 1]),
-            lambda x: x + tf.stack([row - tf.reduce_mean(tf.unstack(x), 0) for row in tf.unstack(x)])]
+            lambda x: x - x[0]]
+
+# Written out for each example of a batch of known size: the whole batch has more of them than a tower.
+WRITTEN_OUT = [lambda x: x + tf.stack([x[i] - x[0] for i in range(x.shape[0])]),
+               lambda x: x - tf.reduce_mean(tf.sin(tf.concat(tf.split(x, int(x.shape[0])), 0)), [0, 1]),
+               lambda x: x + tf.stack([row - tf.reduce_mean(tf.unstack(x), 0) for row in tf.unstack(x)])]
 
 if not tf.control_flow_v2_enabled():
     CROSSING += [lambda x: x + tf.scan(lambda state, row: 0.5 * state + row, x)]
@@ -121,39 +124,45 @@ def model_of(layer):
     return model_fn
 
 
-def convert(layer, **kwargs):
-    converted = tf_syncbn.convert_model(model_of(layer), **kwargs)
-    build(converted, (np.random.RandomState(0).randn(7, 4, 3),), 2)
-    return [layer.scope for layer in converted.converted]
-
-
 @pytest.mark.parametrize("layer", CROSSING)
-def test_what_takes_all_examples_of_a_tower_and_comes_back_to_them_is_named(layer):
-    with pytest.warns(UserWarning, match="convert_model: 'mine.* of all examples of a tower together that comes back to each"):
-        scopes = convert(layer)
-    assert "bn" in scopes
-
-
-@pytest.mark.parametrize("layer, kwargs", [
-    (of_mask, {"only": "bn"}),
-    (lambda x: x - towers.all_reduce(tf.reduce_mean(x, [0, 1]), "mean"), {}),
-    (lambda x: x - tf.reduce_mean(towers.all_gather(x), [0, 1]), {}),
-    (lambda x: [tf.summary.histogram("centred", x - tf.reduce_mean(x, 0)), tf_syncbn.sync_batch_norm(x)][1], {}),
-    (lambda x: [tf.summary.histogram("classes", tf.bincount(tf.cast(x[:, 0, 0] > 0, tf.int32), minlength=2)), x][1], {}),
-    (lambda x: x * tf.cast(tf.bincount(tf.constant([0, 1, 1, 2]), minlength=3), x.dtype), {}),
-    (of_each, {}),
-    (lambda x: of_each(x, lambda x: [x[i] for i in range(x.shape[0])]), {}),
-    (lambda x: of_each(x, lambda x: tf.split(x, int(x.shape[0])), lambda rows: tf.concat(rows, 0)), {}),
-    (lambda x: of_each(of_each(x)), {}),
-    (of_own_kernels, {}),
-    (lambda x: x + 0 * tf.stop_gradient(tf.cast(tf.shape(x)[0], x.dtype)), {})])
-def test_what_was_chosen_or_is_of_all_towers_or_never_comes_back_is_not_named(layer, kwargs):
+def test_what_takes_all_examples_and_comes_back_to_them_trains_as_one_tower_does(layer):
+    converted = tf_syncbn.convert_model(model_of(layer))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert convert(layer, **kwargs) == ["bn"]
+        assert_equals_one_batch(converted, (X,), 2, [2, 5], steps=2)
+    # What is whole in every tower by then is normalized in each.
+    assert layer is whitened or "bn" in [layer.scope for layer in converted.converted]
 
 
-def test_a_batch_of_unknown_size_is_sliced_unnamed():
+@pytest.mark.parametrize("layer", [
+    lambda x: [tf.summary.histogram("centred", x - tf.reduce_mean(x, 0)), tf_syncbn.sync_batch_norm(x)][1],
+    lambda x: [tf.summary.histogram("classes", tf.bincount(tf.cast(x[:, 0, 0] > 0, tf.int32), minlength=2)), x][1],
+    lambda x: x * tf.cast(tf.bincount(tf.constant([0, 1, 1, 2]), minlength=3), x.dtype),
+    lambda x: x + 0 * tf.stop_gradient(tf.cast(tf.shape(x)[0], x.dtype))])
+def test_what_stands_beside_a_batch_norm_is_let_be(layer):
+    converted = tf_syncbn.convert_model(model_of(layer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(converted, (X,), 2)
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+def test_what_only_leaves_out_is_said_nothing_of():
+    converted = tf_syncbn.convert_model(model_of(of_mask), only="^bn$")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        build(converted, (X,), 2)
+    assert [layer.scope for layer in converted.converted] == ["bn"]
+
+
+@pytest.mark.parametrize("layer", WRITTEN_OUT + [
+    of_each, lambda x: of_each(x, lambda x: tf.split(x, int(x.shape[0])), lambda rows: tf.concat(rows, 0)), of_own_kernels])
+def test_what_is_written_out_for_each_example_is_refused_by_name(layer):
+    with pytest.raises(ValueError, match="towers.whole_batch: the model function makes other ops of a batch of another size: "):
+        build(tf_syncbn.convert_model(model_of(layer)), (X,), 2)
+
+
+def test_a_batch_of_unknown_size_is_sliced():
     converted = tf_syncbn.convert_model(model_of(lambda x: tf.concat([x[:, :2], x[:, 2:]], 1)))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, cpus, has_tf_layers, session
+from tests.sweeps import covering
 from tests.test_conversion import by_moments, fused, inline, model_of
 
 K, ROWS = 5, 7
@@ -37,10 +38,10 @@ def pooled(data):
     return wide.mean(0), wide.var(0, ddof=1)
 
 
-@pytest.mark.parametrize("model_fn", [
+@pytest.mark.parametrize("model_fn,num_towers", covering([
     lambda x: synced(x), lambda x: synced(x, updates_collections=None),
-    tf_syncbn.convert_model(lambda x: fused(x, "bn")), tf_syncbn.convert_model(lambda x: inline(x, "bn"))])
-@pytest.mark.parametrize("num_towers", [1, 3])
+    tf_syncbn.convert_model(lambda x: fused(x, "bn")), tf_syncbn.convert_model(lambda x: inline(x, "bn"))], [3, 1],
+    also=lambda model_fn, num_towers: num_towers == 3))
 def test_moments_equal_numpys_over_the_same_batches(model_fn, num_towers):
     replicas, feed = fed(model_fn, num_towers)
     with session() as made:
@@ -53,7 +54,7 @@ def test_moments_equal_numpys_over_the_same_batches(model_fn, num_towers):
     assert set(found) == {"bn/moving_mean", "bn/moving_variance"}
 
 
-@pytest.mark.parametrize("num_towers", [1, 2])
+@pytest.mark.parametrize("num_towers", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_layers_of_moments_take_the_biased_variance(num_towers):
     replicas, feed = fed(tf_syncbn.convert_model(lambda x: by_moments(x, "bn")), num_towers)
     with session() as made:
@@ -254,7 +255,7 @@ def test_variables_that_start_from_a_checkpoint_are_set(use_resource, tmp_path):
 
 
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
-@pytest.mark.parametrize("num_towers", [1, 2])
+@pytest.mark.parametrize("num_towers", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_layers_that_update_inside_a_cond_are_recalibrated(num_towers):
     training = tf.placeholder_with_default(True, [])
     replicas, feed = fed(tf_syncbn.convert_model(lambda x: tf.layers.batch_normalization(

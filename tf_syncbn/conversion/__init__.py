@@ -1,4 +1,4 @@
-"""Every batch norm of an unchanged model function found in its graph, and replaced by a synced one."""
+"""`convert_model`: `towers.whole_batch` with the kernels of `sync_batch_norm` for the batch norms of an unchanged model."""
 from tf_syncbn.conversion.convert import ConvertedLayer, convert_model
 
 __all__ = ["ConvertedLayer", "convert_model"]
