@@ -16,7 +16,8 @@ SEGMENTATION_DIR ?= runs/generated-segmentation
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-graph test-all lint types package clean
+.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-graph test-sweeps test-all lint types \
+	package clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
@@ -55,6 +56,10 @@ test: $(VENV)/ready
 # The library once more under TensorFlow 2's resource variables and control flow.
 test-graph: $(VENV)/ready
 	TOWERS_TEST_BEHAVIOUR=graph $(RUN) -m pytest $(IN_PROCESSES) tests --ignore=tests/examples
+
+# What the other tests take samples of, and what tests hold to be so of their own tables.
+test-sweeps: $(VENV)/ready
+	$(RUN) -m pytest $(IN_PROCESSES) -m sweep
 
 # Every lane whose Python this machine has; nox says which it left out.
 test-all: $(VENV)/nox

@@ -16,15 +16,22 @@ LANES = {
 LIBRARY_TESTS = ["tests", "--ignore=tests/examples"]
 # Under resource variables, with control flow 2, the lane between the oldest TensorFlow and the newest runs what follows variables
 # and control flow, and the laws; in the other behaviour what it runs not there, but for what it shares with both other lanes:
-# examples, processes, warnings, and how batch norms by hand are found. The oldest, which has not that control flow, leaves the
-# longest of them to its run in the other behaviour.
+# examples, processes, threads, warnings, and how batch norms by hand are found. The oldest, which has not that control flow,
+# leaves the longest of them to its run in the other behaviour.
 BETWEEN = "tf2-keras2"
 OF_RESOURCES = ("accumulation", "builder", "checkpoints", "conversion", "estimator", "estimator_transforms", "gradients",
                 "kernels", "loop", "masking", "renormalization", "sessions", "state", "update_ops", "variable_placement")
-LAWS = ("batch_norm_law", "bits", "graph_function", "law", "loop_in_turn", "recurrent", "whole_models", "workers")
+LAWS = ("batch_norm_law", "bits", "graph_function", "law", "loop_in_turn", "random_graphs", "recurrent", "sharding_bodies",
+        "whole_batch", "whole_batch_everywhere", "whole_batch_models", "whole_batch_unseen", "whole_models", "workers")
 LEFT_TO_OTHERS = (
-    "cluster", "conversion_forms", "crossings", "errors_page", "inner_gradients", "launch", "mixed_losses", "number_powers",
-    "one_client", "plain_scripts", "positions", "regrouping", "site", "summed_losses", "whole_checkpoints", "worker_failures")
+    "cluster", "contrastive", "conversion_forms", "conversion_shared", "crossings", "errors_page", "inlined", "inner_gradients",
+    "launch", "likeness", "mixed_losses", "number_powers", "one_client", "own_effects", "plain_scripts", "positions", "readme",
+    "registered_gradients", "regrouping", "site", "summed_losses", "threads", "whole_checkpoints",
+    "worker_failures")
+
+
+# What takes minutes, and follows the rules more than TensorFlow: run by hand in the lanes beside the machine's own.
+BY_HAND = ("sharding_rules", "whole_batch_forms")
 
 
 def files(names):
@@ -34,9 +41,10 @@ def files(names):
 def tests_of(lane):
     """Returns what a lane runs in each behaviour of TensorFlow, a pair of lists: the first as it was in 1, then as in 2."""
     if lane == BETWEEN:
-        ignored = files(OF_RESOURCES + LAWS + LEFT_TO_OTHERS)
+        ignored = files(OF_RESOURCES + LAWS + LEFT_TO_OTHERS + BY_HAND)
         return LIBRARY_TESTS + ["--ignore=" + path for path in ignored], files(OF_RESOURCES + LAWS)
-    return ["tests"], files(OF_RESOURCES) if lane == "tf1" else LIBRARY_TESTS
+    left_out = ["--ignore=" + path for path in files(BY_HAND)]
+    return ["tests"] + left_out, files(OF_RESOURCES) if lane == "tf1" else LIBRARY_TESTS + left_out
 
 
 def first_installed(versions):
@@ -52,7 +60,7 @@ def test_lane(session, requirements, tests):
     """Installs the project and one TensorFlow, and runs the tests but those that are alike with each TensorFlow."""
     session.install(".[test]", *requirements)
     for behaviour, paths in zip(("v1", "graph"), tests):
-        session.run("python", "-m", "pytest", "-m", "not once", *paths, *session.posargs,
+        session.run("python", "-m", "pytest", "-m", "not once and not sweep", *paths, *session.posargs,
                     env={"TOWERS_TEST_BEHAVIOUR": behaviour})
 
 

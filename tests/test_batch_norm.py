@@ -10,14 +10,17 @@ import towers
 from tests.batch_norm_oracle import EPSILON, gradients, largest, normalized, numerical_gradient
 from tests.kernel_machines import MACHINES, running_on
 from tests.support import build, has_tf_layers, run, session, train_by
+from tests.sweeps import covering
 
 MOMENTUM = 0.9
 
 
 @pytest.mark.parametrize("shape,axis,mean_over_std", [
-    (shape, axis, ratio) for ratio in (1e2, 1e4) for shape, axis in (
-        ([1000000, 1], -1), ([1000000, 3], -1), ([20000, 64], -1), ([40, 64, 20, 20], 1), ([10, 100, 100, 3], -1),
-        ([50, 1, 200, 100], 1))] + [([1000000, 64], -1, 1e4)])
+    ([1000000, 3], -1, 1e4), ([20000, 64], -1, 1e4), ([40, 64, 20, 20], 1, 1e4), ([10, 100, 100, 3], -1, 1e4)] + [
+        pytest.param(shape, axis, ratio, marks=pytest.mark.sweep) for shape, axis, ratio in [
+            ([1000000, 1], -1, 1e4), ([50, 1, 200, 100], 1, 1e4), ([1000000, 64], -1, 1e4), ([1000000, 1], -1, 1e2),
+            ([1000000, 3], -1, 1e2), ([20000, 64], -1, 1e2), ([40, 64, 20, 20], 1, 1e2), ([10, 100, 100, 3], -1, 1e2),
+            ([50, 1, 200, 100], 1, 1e2)]])
 def test_variance_survives_large_means_in_float32(shape, axis, mean_over_std):
     x = np.random.RandomState(0).randn(*shape).astype(np.float32)
     x *= 3
@@ -75,8 +78,7 @@ def test_epsilon_is_added_to_the_variance_and_no_floor_under_it():
     np.testing.assert_allclose(run(replicas.merged()), (x - 0.1) / np.sqrt(0.01 + 0.03))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("epsilon", [0.0, 1e-6, 1.001e-5])
+@pytest.mark.parametrize("epsilon,training", covering([0.0, 1e-6, 1.001e-5], [True, False]))
 def test_small_epsilons_count_as_they_are(epsilon, training):
     x = (np.random.RandomState(0).randn(64, 2, 2, 3) * 1e-3).astype(np.float32)
     replicas = build(lambda x: tf_syncbn.sync_batch_norm(
@@ -198,10 +200,11 @@ def test_outside_of_towers_it_is_plain_batch_norm():
 
 
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
-@pytest.mark.parametrize("shape,axis,dtype", [
+@pytest.mark.parametrize("case", covering([
     ([4, 5, 5, 3], -1, np.float32), ([4, 3, 5], -1, np.float32), ([8, 3], -1, np.float32), ([8, 3], -1, np.float64),
-    ([4, 3, 5], 1, np.float64), ([2, 3, 4, 5, 6], -1, np.float32)])
-def test_moving_averages_and_variables_are_those_of_tf_layers(shape, axis, dtype):
+    ([4, 3, 5], 1, np.float64), ([2, 3, 4, 5, 6], -1, np.float32)], one_in=2))
+def test_moving_averages_and_variables_are_those_of_tf_layers(case):
+    shape, axis, dtype = case
     x = (np.random.RandomState(0).randn(*shape) * 2 + 1).astype(dtype)
     stored = []
     for layer in (tf.layers.batch_normalization, tf_syncbn.sync_batch_norm):
@@ -358,8 +361,7 @@ def test_backward_keeps_the_input_and_two_vectors():
     assert gradient is not None
 
 
-@pytest.mark.parametrize("updates_collections", [tf.GraphKeys.UPDATE_OPS, None])
-@pytest.mark.parametrize("num_towers", [0, 1, 3])
+@pytest.mark.parametrize("num_towers,updates_collections", covering([0, 1, 3], [tf.GraphKeys.UPDATE_OPS, None]))
 def test_layer_applied_twice_moves_its_averages_twice_in_order(num_towers, updates_collections):
     x = np.random.RandomState(0).randn(6, 3) + 2
 
@@ -375,7 +377,7 @@ def test_layer_applied_twice_moves_its_averages_twice_in_order(num_towers, updat
         updates = [model(tf.constant(x))] + tf.get_collection(tf.GraphKeys.UPDATE_OPS)
     moving = tf.global_variables()[-2]
     with session() as made:
-        for _ in range(50):
+        for _ in range(20):
             made.run(moving.initializer)
             made.run(updates)
             expected = MOMENTUM * (1 - MOMENTUM) * x.mean(0) + (1 - MOMENTUM) * (3 * x + 1).mean(0)
@@ -447,8 +449,7 @@ def kept_for_backward(ops_before, ops_after):
     return {source(tensor) for op in backward for tensor in op.inputs if tensor.op in forward}
 
 
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.float64])
-@pytest.mark.parametrize("axis", [3, 1])
+@pytest.mark.parametrize("dtype,axis", covering([tf.float32, tf.float16, tf.float64], [3, 1]))
 def test_backward_pass_keeps_the_input_and_vectors_alone(dtype, axis):
     x = tf.placeholder(dtype, [6, 8, 8, 8])
     replicas = build(lambda x: (tf_syncbn.sync_batch_norm(x, axis), x), (x,), 2)
@@ -475,8 +476,10 @@ def test_towers_of_unlike_heights_and_widths_count_their_positions():
     np.testing.assert_allclose(np.concatenate([a.reshape(-1, 3) for a in dxs]), dx, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
-@pytest.mark.parametrize("machine", [None] + sorted(MACHINES))
+@pytest.mark.parametrize("dtype,machine", [
+    pytest.param(dtype, machine, marks=(
+        () if (dtype, machine) in ((tf.float16, "gpu"), (tf.bfloat16, None)) else pytest.mark.sweep))
+    for dtype in (tf.float16, tf.bfloat16) for machine in [None] + sorted(MACHINES)])
 def test_float16_and_bfloat16_gradients_are_rid_of_what_the_moments_take_away(machine, dtype):
     """Parts of a gradient that are added up after they were rounded lose what is small beside them, always to the same side."""
     rng = np.random.RandomState(0)
@@ -494,11 +497,12 @@ def test_float16_and_bfloat16_gradients_are_rid_of_what_the_moments_take_away(ma
         assert np.square((dx * part).sum(0)).mean() <= 0.01 ** 2 * np.square((scale * dy * part).sum(0)).mean()
 
 
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16])
-@pytest.mark.parametrize("shape,axis", [
+@pytest.mark.parametrize("shape_and_axis,dtype", covering([
     ([12, 9, 7, 5], 3), ([12, 32, 32, 48], 3), ([12, 5, 9, 7], 1), ([12, 9, 5], 2), ([12, 2, 3, 4, 5], 4), ([70000, 3], 1),
-    ([2, 35000, 3], 2), ([4, 70, 20, 50, 3], 4), ([70000, 1, 1, 3], 3)])
-def test_layers_on_this_machines_own_device_equal_numpy(shape, axis, dtype):
+    ([2, 35000, 3], 2), ([4, 70, 20, 50, 3], 4), ([70000, 1, 1, 3], 3)], [tf.float32, tf.float16, tf.bfloat16], one_in=2,
+    also=lambda shape_and_axis, dtype: shape_and_axis[0] == [12, 32, 32, 48]))
+def test_layers_on_this_machines_own_device_equal_numpy(dtype, shape_and_axis):
+    shape, axis = shape_and_axis
     rng = np.random.RandomState(0)
     if dtype == tf.bfloat16 and tf.__version__.startswith("1."):
         pytest.skip("NumPy knows little of TensorFlow 1.15's bfloat16")

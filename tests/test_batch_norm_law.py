@@ -2,6 +2,8 @@
 
 `tests.batch_norm_cases` draws and runs them, `tests.batch_norm_tolerance` says what they come to and how near.
 """
+import os
+
 import hypothesis
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -12,9 +14,12 @@ from tests.batch_norm_oracle import gradients, largest, normalized, numerical_gr
 from tests.batch_norm_tolerance import assert_law, expect, expect_in_steps
 from tests.support import session
 
-FEWER = hypothesis.settings(max_examples=max(hypothesis.settings.default.max_examples // 8, 5))  # for what builds two graphs
+CASES = int(os.environ.get("HYPOTHESIS_CASES", 8))
+FEW = hypothesis.settings(max_examples=CASES)
+FEWER = hypothesis.settings(max_examples=max(CASES // 8, 3))  # for what builds two graphs
 
 
+@FEW
 @hypothesis.given(cases(trainings=(True, True, "fed True", "fed False", False)))
 def test_values_gradients_and_moving_averages_are_numpys(case):
     data = make_data(case)
@@ -24,6 +29,7 @@ def test_values_gradients_and_moving_averages_are_numpys(case):
         assert (ours["moving_mean"] == data.moving_mean).all() and (ours["moving_variance"] == data.moving_variance).all()
 
 
+@FEW
 @hypothesis.given(cases(few_values=True, trainings=(True, "fed True"), mean_over_std=(0.0, 1.0, 10.0, 1e2, 1e3, 1e4)))
 def test_few_values_and_large_means_are_as_near_as_the_same_steps_come_in_numpy(case):
     data = make_data(case, few_values=True)

@@ -2,6 +2,7 @@
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
 from benchmarks.unsynced import fused_batch_norm
 from examples.cifar10 import data
+from tests.processes import run_forks
 
 pytestmark = pytest.mark.once
 
@@ -45,24 +47,34 @@ def test_what_the_fused_op_saves_for_the_backward_pass_is_its_input_and_vectors(
     assert sorted(shapes, key=len) == [[8], [8], [2, 4, 4, 8]]  # the batch's mean and variance
 
 
-def losses_of(name, images, labels, weights=None):
-    variant = variants.make_variant(name, num_towers=2, batch_size=3, depth=8)
-    weights = variant.weights() if weights is None else weights
-    variant.load(weights, images, labels)
-    return [variant.step() for _ in range(3)], weights
+@pytest.fixture
+def shallow(monkeypatch):
+    """Makes ResNets of one convolution, whatever depth is asked for: what a benchmark does with them is the same."""
+    def model_fn(layers, *_, made=networks.model_fn):
+        return made(layers, 2)
+    for module, name in ((networks, "model_fn"), (networks, "resnet_50"), (conversion, "resnet_50"), (graph, "model_fn")):
+        monkeypatch.setattr(module, name, model_fn)
 
 
 def test_every_variant_trains_the_same_network():
-    images, labels = variants.make_batch(6)
-    synced, weights = losses_of(variants.SYNCED, images, labels)
+    (images, labels), weights = variants.make_batch(6), None
+    copies = np.concatenate([images[:3]] * 2), np.concatenate([labels[:3]] * 2)
+    losses, of_copies = {}, {}
+    for name in (variants.SYNCED, variants.ONE_TOWER, variants.LISTS_ONE_CALL, variants.LISTS_PER_TOWER, variants.UNSYNCED):
+        variant = variants.make_variant(name, num_towers=2, batch_size=3, depth=8)
+        weights = weights or variant.weights()
+        variant.load(weights, images, labels)
+        losses[name] = [variant.step() for _ in range(3)]
+        if name in (variants.SYNCED, variants.UNSYNCED):
+            variant.load(weights, *copies)
+            of_copies[name] = [variant.step() for _ in range(3)]
     for name in (variants.ONE_TOWER, variants.LISTS_ONE_CALL, variants.LISTS_PER_TOWER):
-        np.testing.assert_allclose(losses_of(name, images, labels, weights)[0], synced, rtol=1e-3, err_msg=name)
-    assert abs(losses_of(variants.UNSYNCED, images, labels, weights)[0][0] / synced[0] - 1) > 1e-3
-    images, labels = np.concatenate([images[:3]] * 2), np.concatenate([labels[:3]] * 2)
-    alike = [losses_of(name, images, labels, weights)[0] for name in (variants.SYNCED, variants.UNSYNCED)]
-    np.testing.assert_allclose(*alike, rtol=1e-3)
+        np.testing.assert_allclose(losses[name], losses[variants.SYNCED], rtol=1e-3, err_msg=name)
+    assert abs(losses[variants.UNSYNCED][0] / losses[variants.SYNCED][0] - 1) > 1e-3
+    np.testing.assert_allclose(*of_copies.values(), rtol=1e-3)
 
 
+@pytest.mark.usefixtures("shallow")
 def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, capsys):
     path = graph.main(["--towers", "2", "--rounds", "1", "--out", str(tmp_path)])
     out = capsys.readouterr().out
@@ -70,7 +82,7 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
     with open(str(path)) as file:
         row, = json.load(file)["rows"]
     synced, unsynced = (row["sizes"][name] for name in ("synced", "unsynced"))
-    assert row["towers"] == 2 and synced["nodes"] + synced["function_nodes"] > unsynced["nodes"] > 1000 < synced["nodes"]
+    assert row["towers"] == 2 and synced["nodes"] + synced["function_nodes"] > unsynced["nodes"] > 100 < synced["nodes"]
     report.main([str(tmp_path)])
     assert "nodes" in capsys.readouterr().out
     assert (tmp_path / "report.md").exists() and list(tmp_path.glob("*.png"))
@@ -78,26 +90,31 @@ def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, caps
 
 @pytest.mark.parametrize("module,arguments", [
     (layer, []), (memory, []), (conversion, ["--batch-size", "1"]), (repeat, ["--steps", "3", "--towers", "1"]),
-    (pipeline, ["--batch-size", "4", "--towers", "2", "--steps", "1"]),
-    (workers, ["--workers", "1", "--depth", "8", "--batch-size", "2", "--steps", "1"])])
+    (pipeline, ["--batch-size", "4", "--towers", "1", "--steps", "1"])])
+@pytest.mark.usefixtures("shallow")
 def test_a_benchmark_alone_prints_its_table_and_where_it_wrote_it(tmp_path, capsys, monkeypatch, module, arguments):
-    monkeypatch.setattr(layer, "_CASES", [layer.Case((16, 32, 32, 64))])
+    monkeypatch.setattr(layer, "_CASES", [layer.Case((16, 32, 32, 16))])
+    monkeypatch.setattr(layer, "_COPY_BYTES", 1 << 20)
     monkeypatch.setattr(pipeline, "_DEPTH", 8)
+    monkeypatch.setattr(data, "generate", lambda made=data.generate: made(8, 1))
     monkeypatch.setattr(memory, "in_fresh_process", lambda *_, **__: {"peak": 2 << 20, "growth": 1 << 20})
-    monkeypatch.setattr(conversion, "resnet_50", lambda layers: networks.model_fn(layers, 8))
     path = module.main(["--rounds", "1", "--out", str(tmp_path)] + arguments)
-    out = capsys.readouterr().out
+    assert_table(capsys.readouterr().out, path)
+
+
+def assert_table(out, path):
+    """Holds what a benchmark printed to a table of its own and where it wrote it."""
     assert re.search(r"^\|-+\|", out, re.M) and re.search(r"^\| .* \d\.\d+ \(\d", out, re.M), out
     assert out.endswith("\nwrote %s\n" % path)
 
 
+@pytest.mark.usefixtures("shallow")
 def test_benchmark_of_gpus_runs_on_any_devices_and_is_left_out_without(tmp_path, capsys, monkeypatch):
     if not [device for device in towers.find_devices() if "gpu" in device]:
         assert gpu.main(["--out", str(tmp_path)]) is None and "gpu is left out" in capsys.readouterr().out
     monkeypatch.setattr(gpu, "_LAYERS", [gpu._Layer((2, 8, 8, 16), 1.5)])
     monkeypatch.setattr(gpu, "_SIZES", [(4, 8, 8, 16)])
     monkeypatch.setattr(gpu, "_MEAN", 10.0)  # the fused op on a CPU loses digits of larger ones
-    monkeypatch.setattr(networks, "resnet_50", lambda layers, axis, dtype: networks.model_fn(layers, 8))
     monkeypatch.setattr(gpu, "in_fresh_process", lambda *_, **__: "0")
     path = gpu.main(["--devices", "/cpu:0", "--batch-size", "2", "--image-size", "32", "--axes", "3", "--rounds", "1", "--out",
                      str(tmp_path)])
@@ -111,9 +128,9 @@ def test_benchmark_of_gpus_runs_on_any_devices_and_is_left_out_without(tmp_path,
     assert (tmp_path / "gpu.png").exists()
 
 
+@pytest.mark.usefixtures("shallow")
 def test_training_for_bits_has_the_same_digest_again_and_another_one_of_other_images(monkeypatch):
     settings = argparse.Namespace(batch_size=2, image_size=32)
-    monkeypatch.setattr(networks, "resnet_50", lambda layers: networks.model_fn(layers, 8))
     digests = [gpu._digest(["/cpu:0", "/cpu:0"], settings) for _ in range(2)]
     assert digests[0] == digests[1]
     monkeypatch.setattr(variants, "make_batch", lambda *args, made=variants.make_batch, **kwargs: made(*args, 1, **kwargs))
@@ -129,21 +146,40 @@ def test_every_benchmark_has_a_table_and_a_picture():
 
 def test_a_pipeline_goes_on_with_the_next_epoch():
     dataset = data.generate(8, 1).train
-    step = pipeline.make_step(pipeline.PIPELINE, dataset, 2, 4, 8)
+    step = pipeline.make_step(pipeline.PIPELINE, dataset, 1, 4, 8)
     assert np.isfinite([step() for _ in range(5)]).all()
 
 
-def test_bytes_that_workers_send_are_those_of_their_collectives(tmp_path):
-    path = workers.main(["--workers", "3", "--depth", "8", "--batch-size", "12", "--steps", "1", "--rounds", "1", "--out",
+def test_a_command_runs_once_in_each_environment_and_the_first_one_prints_the_figures():
+    program = "import os, sys; print('log', {'of': 1}); print('x {\"rank\": %%s}' %% os.environ['RANK']); sys.exit(%s)"
+    environments = [{"RANK": "0"}, {"RANK": "1"}]
+    assert workers._run([sys.executable, "-c", program % "0"], environments) == {"rank": 0}
+    with pytest.raises(RuntimeError, match="refused"):
+        workers._run([sys.executable, "-c", program % "os.environ['RANK'] == '1' and 'refused'"], environments)
+
+
+def run_in_forks(command, environments):
+    """As `workers._run`, of a command that begins with "python -m benchmarks.workers": TensorFlow is imported once."""
+    program = "import sys; from benchmarks import workers; workers.main(sys.argv[1:])"
+    assert command[:3] == [sys.executable, "-m", "benchmarks.workers"]
+    results = run_forks("import benchmarks.workers", [(program, environment, command[3:]) for environment in environments])
+    for status, output in results:
+        assert status == 0, output
+    return json.loads(re.search(r"^\{.*\}$", results[0][1], re.M).group())
+
+
+def test_bytes_that_workers_send_are_those_of_their_collectives(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(workers, "_run", run_in_forks)
+    path = workers.main(["--workers", "3", "--depth", "2", "--batch-size", "3", "--steps", "1", "--rounds", "1", "--out",
                          str(tmp_path)])
+    assert_table(capsys.readouterr().out, path)
     with open(str(path)) as file:
         row, = json.load(file)["rows"]
-    channels = [16] * 3 + [32] * 2 + [64] * 2
-    layers = sum(2 * 4 * (2 * c + 1) + 4 / 3 * 4 * 2 * c for c in channels)  # to two others; in a ring
-    assert row["bytes"]["synced"]["a_layer"] == pytest.approx(layers / 7)
+    assert row["bytes"]["synced"]["a_layer"] == pytest.approx(2 * 4 * (2 * 16 + 1) + 4 / 3 * 4 * 2 * 16)  # to two; in a ring
+    assert workers._num_layers(8) == 7
     for name in ("synced", "unsynced"):
         assert row["bytes"][name]["formula"] == pytest.approx(row["bytes"][name]["graph"])
-    assert row["bytes"]["synced"]["graph"] > row["bytes"]["unsynced"]["graph"] > 4 / 3 * 4 * 75290
+    assert row["bytes"]["synced"]["graph"] > row["bytes"]["unsynced"]["graph"] > 4 / 3 * 4 * 634
 
 
 def test_differences_of_the_law_are_the_largest_of_each_kind():
@@ -165,8 +201,10 @@ def test_the_law_holds_of_synced_towers_in_its_picture_and_of_no_others(tmp_path
     assert "unsynced, float32" in (tmp_path / "law.svg").read_text(encoding="utf-8")
 
 
-def test_a_long_run_is_watched_and_interrupted_as_a_user_would(tmp_path, capsys):
-    assert long_run.main(["--hours", "0.002", "--every", "0.5", "--out", str(tmp_path)]) == 0
+def test_a_long_run_is_watched_and_interrupted_as_a_user_would(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(long_run, "_TRAINING", [
+        "--depth", "8", "--num-towers", "1", "--batch-size", "4", "--steps", "1000000000", "--save-every", "500"])
+    assert long_run.main(["--hours", "0.0008", "--every", "0.1", "--out", str(tmp_path)]) == 0
     said, samples = capsys.readouterr().out, (tmp_path / "samples.csv").read_text().splitlines()
     assert len(samples) > 10 and samples[0].startswith("seconds,step,resident,threads,files,checkpoints,folder")
     assert (tmp_path / "memory.png").stat().st_size and "Interrupted" in (tmp_path / "training.log").read_text()

@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, cpus, has_tf_layers, run, session
+from tests.sweeps import covering
 
 X = np.random.RandomState(0).randn(10, 3).astype(np.float32)
 
@@ -274,8 +275,7 @@ def test_a_loss_of_none_and_an_operation_among_merged_outputs_are_refused_by_wha
         replicas.merged()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("num_towers", [1, 2, 3])
+@pytest.mark.parametrize("num_towers,weighted", covering([1, 2, 3], [False, True]))
 def test_the_loss_and_merged_outputs_are_named_alike_for_any_number_of_towers(num_towers, weighted):
     def model(x):
         outputs = {"loss": tf.reduce_mean(x * tf.get_variable("w", [3])), "rows/of it": {"b": x, "a": tf.shape(x)[0]}, "7": x}

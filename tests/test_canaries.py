@@ -5,14 +5,16 @@ from pathlib import Path
 import pytest
 import tensorflow.compat.v1 as tf
 from tensorflow.python.framework import config
+from tensorflow.python.ops import control_flow_util_v2
 
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
-from towers.private import (branches_of, control_flow_now, control_flow_of, forward_op_of, inline_functions, is_deterministic,
-                            is_differentiable, is_in_loop, is_recorded, new_loop, not_recorded, outer_control_flow, put_in_loop,
-                            rewire, run_after, runs_onednn, take_in, taken_from_outside, tell_forward_op, wait_only_for,
-                            waiting_for, within_control_flow)
+from towers.private import (branches_of, called_graph, control_flow_now, control_flow_of, forward_op_of, inline_functions,
+                            is_deterministic, is_differentiable, is_in_loop, is_recorded, new_loop, not_recorded,
+                            outer_control_flow, put_in_loop, rewire, run_after, runs_onednn, take_in, taken_from_outside,
+                            tell_forward_op, wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
+                            without_intermediates)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
@@ -153,6 +155,21 @@ def test_the_branch_of_a_cond_and_its_predicate_are_known():
     assert [[number for _, number in branches_of(tensor.op)] for tensor in made[1]] == [[1, 1], [0, 1], [1, 0], [0, 0]]
 
 
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
+def test_an_op_of_a_branch_that_waits_for_more_than_its_choice_is_known():
+    made = []
+
+    def branch():
+        first = tf.constant(1.0)  # waits for the choice, as it takes nothing from the branch
+        with tf.control_dependencies([first]):
+            made.extend([first, tf.constant(2.0)])
+        return first
+
+    tf.cond(tf.placeholder(tf.bool, []), branch, lambda: 0.0)
+    assert [waits_for_branch_alone(tensor.op) for tensor in made] == [True, False]
+    assert [bool(tensor.op.control_inputs) for tensor in made] == [True, True]
+
+
 def test_functions_are_inlined_and_their_arguments_handed_on_by_ops_that_are_called_so():
     @tf.function
     def root(y):
@@ -194,6 +211,37 @@ def test_what_the_body_of_a_loop_takes_in_is_known():
     assert is_here and take_in(x) is x
     with tf.Session() as session:
         assert session.run(loop[1]) == 8.0
+
+
+def test_the_graphs_of_functions_that_ops_call_are_known_and_made_anew():
+    if not tf.control_flow_v2_enabled():
+        pytest.skip("of control flow 2")
+    x = tf.placeholder_with_default(3.0, [])
+    op = tf.cond(x > 2, lambda: x * 5, lambda: x - 1).op.inputs[0].op
+    name = op.get_attr("then_branch").name
+    graph, other = called_graph(op, name), called_graph(op, name, anew=True)
+    assert graph is called_graph(op, name) and other is not graph
+    assert len(graph.inputs) == len(other.inputs) == len(op.inputs) - 1
+    assert [[each.type for each in found.get_operations()].count("Mul") for found in (graph, other)] == [1, 1]
+    with pytest.raises(KeyError):
+        called_graph(op, "nothing")
+
+
+def test_keras_layers_hand_out_nothing_for_gradients_where_they_are_told_not_to():
+    if not tf.control_flow_v2_enabled():
+        pytest.skip("of control flow 2")
+    x = tf.placeholder_with_default(3.0, [])
+
+    def outputs():
+        return len(tf.cond(x > 2, lambda: tf.sin(x * 5), lambda: x - 1).op.inputs[0].op.outputs)
+    control_flow_util_v2.set_output_all_intermediates(True)
+    try:
+        assert outputs() > 1
+        with without_intermediates():
+            assert outputs() == 1
+        assert outputs() > 1
+    finally:
+        control_flow_util_v2.set_output_all_intermediates(None)
 
 
 def test_ops_of_a_gradient_know_the_op_that_they_are_the_gradient_of():

@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, run, session
+from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 SPLITS = [(2, None), (3, [1, 5, 2]), (4, [3, 1, 1, 3])]
@@ -53,13 +54,12 @@ def views(count=8):
     return x + 0.3 * rng.randn(count, 5), x + 0.3 * rng.randn(count, 5)
 
 
-@pytest.mark.parametrize("is_synced", [False, True])
-@pytest.mark.parametrize("num_towers, sizes", SPLITS)
-def test_nt_xent_trains_as_one_tower_on_the_whole_batch(num_towers, sizes, is_synced):
+@pytest.mark.parametrize("is_synced,split", covering([True, False], SPLITS))
+def test_nt_xent_trains_as_one_tower_on_the_whole_batch(split, is_synced):
     def model_fn(a, b):
         return nt_xent(encoder(a, "f", is_synced), encoder(b, "f", is_synced))
 
-    assert_equals_one_batch(model_fn, views(), num_towers, sizes)
+    assert_equals_one_batch(model_fn, views(), *split)
 
 
 @pytest.mark.parametrize("num_towers, sizes", SPLITS)
@@ -85,9 +85,8 @@ def test_nt_xent_gradient_of_towers_is_that_of_numpy_differences():
     np.testing.assert_allclose(run(gradient), expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("is_synced", [False, True])
-@pytest.mark.parametrize("num_towers, sizes", SPLITS)
-def test_loss_of_two_encoders_trains_as_one_tower_on_the_whole_batch(num_towers, sizes, is_synced):
+@pytest.mark.parametrize("is_synced,split", covering([False, True], SPLITS))
+def test_loss_of_two_encoders_trains_as_one_tower_on_the_whole_batch(split, is_synced):
     def model_fn(images, texts):
         images, texts = encoder(images, "images", is_synced), encoder(texts, "texts", is_synced)
         images, texts = tf.nn.l2_normalize(images, 1), tf.nn.l2_normalize(texts, 1)
@@ -99,7 +98,7 @@ def test_loss_of_two_encoders_trains_as_one_tower_on_the_whole_batch(num_towers,
             losses.append(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=own, logits=logits))
         return tf.reduce_mean(losses)
 
-    assert_equals_one_batch(model_fn, views(), num_towers, sizes)
+    assert_equals_one_batch(model_fn, views(), *split)
 
 
 def test_labels_that_count_from_zero_in_each_tower_break_the_law():

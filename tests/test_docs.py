@@ -12,6 +12,7 @@ On the line before a block's fence a comment, which Markdown renders as nothing,
 """
 import ast
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -87,7 +88,19 @@ def source_of(blocks):
     return source
 
 
-@pytest.mark.parametrize("blocks", RUNS, ids=["%s:%d" % (run[0].page, run[0].line) for run in RUNS])
+def sampled():
+    """Returns the runs as parameters; what a run says of a whole network of Keras, at its end, runs in the sweep alone."""
+    parameters = []
+    for run in RUNS:
+        small = list(itertools.takewhile(lambda block: "tf.keras.applications" not in block.source, run))
+        name = "%s:%d" % (run[0].page, run[0].line)
+        parameters.append(pytest.param(small, id=name))
+        if len(small) < len(run):
+            parameters.append(pytest.param(run, id=name + " and on", marks=pytest.mark.sweep))
+    return parameters
+
+
+@pytest.mark.parametrize("blocks", sampled())
 def test_python_block_runs(blocks, tmp_path, monkeypatch):
     words = blocks[0].marker["lanes"].split()
     for reason in filter(None, (LANES[word] for word in words)):

@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, cpus, has_tf_layers, session
+from tests.sweeps import covering
 
 NUM = 1003
 RNG = np.random.RandomState(0)
@@ -33,7 +34,7 @@ def run_to_the_end(made, fetches):
         return steps
 
 
-@pytest.mark.parametrize("num_towers", [2, 3, 5])
+@pytest.mark.parametrize("num_towers", [3, pytest.param(2, marks=pytest.mark.sweep), pytest.param(5, marks=pytest.mark.sweep)])
 def test_metrics_of_merged_outputs_count_each_example_once(num_towers):
     merged = build(lambda x, labels, predictions: {"x": x, "labels": labels, "predictions": predictions}, data(), num_towers,
                    training=False).merged()
@@ -87,11 +88,9 @@ def in_model(name, resource, **kwargs):
     return model
 
 
-@pytest.mark.parametrize("name", sorted(METRICS))
-@pytest.mark.parametrize("run", ["tower 0's", "the last tower's", "all towers'", "merged", "collected"])
+@pytest.mark.parametrize("name,run,resource", covering(
+    sorted(METRICS), ["tower 0's", "the last tower's", "all towers'", "merged", "collected"], [False, True]))
 def test_metrics_inside_of_the_model_count_each_example_once_whatever_runs_them(name, run, resource):
-    if run in ("the last tower's", "all towers'") and name not in ("mean_iou", "accuracy"):
-        pytest.skip("two kinds of metrics are enough here")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         replicas = build(in_model(name, resource), data(), 3, training=False)
@@ -104,8 +103,8 @@ def test_metrics_inside_of_the_model_count_each_example_once_whatever_runs_them(
             assert made.run(tower.outputs["value"]) == pytest.approx(METRICS[name][1](), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["accuracy", "misses", "mean_iou"])
-@pytest.mark.parametrize("policy", ["first", "last", "all"])
+@pytest.mark.parametrize("name,policy,resource", covering(
+    ["accuracy", "misses", "mean_iou"], ["first", "last", "all"], [False, True]))
 def test_metrics_among_the_update_ops_count_each_example_once_under_every_policy(name, policy, resource):
     def model(x, labels, predictions):
         with tf.variable_scope("metrics", use_resource=resource):
@@ -174,7 +173,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("towers", "tf
 """
 
 
-@pytest.mark.parametrize("kind", ["synced", "converted"])
+@pytest.mark.parametrize("kind", ["synced", pytest.param("converted", marks=pytest.mark.sweep)])
 def test_saved_model_is_served_without_our_packages_as_towers_evaluate(kind, tmp_path):
     if kind == "converted" and not has_tf_layers():
         pytest.skip("this TensorFlow has no tf.layers")
@@ -246,8 +245,7 @@ def test_a_hook_saves_the_summaries_of_one_build(tmp_path):
     assert sorted(steps) == [1, 2, 3] and set(map(tuple, steps.values())) == {("average", "block/values")}
 
 
-@pytest.mark.parametrize("resource", [False, True])
-@pytest.mark.parametrize("num_towers", [2, 3])
+@pytest.mark.parametrize("num_towers,resource", covering([2, 3], [False, True]))
 def test_towers_of_one_known_size_add_the_same_count_once_each(num_towers, resource):
     def model(x):
         with tf.variable_scope("metrics", use_resource=resource):

@@ -102,6 +102,36 @@ def test_loss_of_a_step_never_sees_the_steps_own_update():
             assert made.run([replicas.loss, train_op])[0] == pytest.approx(before, rel=1e-5)
 
 
+def waited_for(graphs, name):
+    """Returns the names of the nodes that a node waits for, in the graphs that TensorFlow made for the devices."""
+    nodes = {node.name: node for graph in graphs for node in graph.node}
+    sent = {node.attr["tensor_name"].s: node.name for node in nodes.values() if node.op in ("_Send", "_HostSend")}
+    found, stack = set(), [name]
+    while stack:
+        node = nodes[stack.pop().lstrip("^").split(":")[0]]
+        if node.name not in found:
+            found.add(node.name)
+            stack += list(node.input) + ([sent[node.attr["tensor_name"].s]] if node.op in ("_Recv", "_HostRecv") else [])
+    return found
+
+
+def test_the_update_waits_for_a_loss_that_is_a_product_with_a_constant():
+    def model(x):
+        w = variable("w", (3,))
+        return 0.25 * ((0.01 * tf.reduce_sum(tf.square(w)) + tf.reduce_sum(tf.sin(x * w))) / 7.0)
+
+    replicas = build(model, towers.PerTower([(X[:2],), (X[2:3],), (X[3:],)]), 3)
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9))
+    ran = tf.RunMetadata()
+    with session() as made:
+        made.run([replicas.loss, train_op], options=tf.RunOptions(output_partition_graphs=True), run_metadata=ran)
+    nodes = [node for graph in ran.partition_graphs for node in graph.node]
+    update, = [node.name for node in nodes if "ApplyMomentum" in node.op]
+    waits = waited_for(ran.partition_graphs, update)
+    squares = [node.name for node in nodes if node.op == "Square"]
+    assert len(squares) == 3 and set(squares) <= waits
+
+
 def test_transforms_act_on_averaged_gradients_in_their_order():
     seen = []
 

@@ -5,6 +5,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests.support import build, has_tf_layers, run
+from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 X = np.random.RandomState(0).randn(7, 3)
@@ -50,13 +51,13 @@ def decayed(resource, decay):
     return model
 
 
-@pytest.mark.parametrize("num_towers,sizes", [(2, [4, 3]), (3, [1, 4, 2])])
-@pytest.mark.parametrize("decay", [
+@pytest.mark.parametrize("decay,sizes,resource", covering([
     lambda: 0.1 * tf.add_n([tf.nn.l2_loss(v) for v in tf.trainable_variables()]),
     lambda: 0.1 * tf.add_n([tf.nn.l2_loss(v) for v in tf.global_variables("net")]),
-    lambda: 0.1 * len(tf.trainable_variables()) * tf.nn.l2_loss(tf.trainable_variables()[-1])])
-def test_weight_decay_of_the_variables_so_far_trains_as_one_batch(decay, num_towers, sizes, resource):
-    assert_equals_one_batch(decayed(resource, decay), (X, X[:, 0]), num_towers, sizes)
+    lambda: 0.1 * len(tf.trainable_variables()) * tf.nn.l2_loss(tf.trainable_variables()[-1])],
+    [[4, 3], [1, 4, 2]], [False, True]))
+def test_weight_decay_of_the_variables_so_far_trains_as_one_batch(decay, sizes, resource):
+    assert_equals_one_batch(decayed(resource, decay), (X, X[:, 0]), len(sizes), sizes)
 
 
 def test_regularization_losses_of_the_variables_so_far_train_as_one_batch(resource):
@@ -67,7 +68,6 @@ def test_regularization_losses_of_the_variables_so_far_train_as_one_batch(resour
             head = tf.get_variable("head", [4, 1], initializer=tf.glorot_uniform_initializer(seed=1))
         return tf.reduce_mean(tf.square(tf.matmul(tf.tanh(tf.matmul(x, w)), head))) + penalty
 
-    assert_equals_one_batch(model, (X,), 3)
     assert_equals_one_batch(model, (X,), 2, [1, 6])
 
 
@@ -81,7 +81,7 @@ def test_regularization_losses_of_tf_layers_train_as_one_batch_and_are_kept_once
         penalty = tf.losses.get_regularization_loss()
         return tf.reduce_mean(tf.square(tf.layers.dense(x, 1, **regularized))) + tf.cast(penalty, tf.float64)
 
-    assert_equals_one_batch(model, (X,), 3)
+    assert_equals_one_batch(model, (X,), 2)
     build(model, (X,), 3)
     assert len(tf.get_collection(tf.GraphKeys.REGULARIZATION_LOSSES)) == 2
 
@@ -128,8 +128,7 @@ def test_what_is_asked_for_by_scope_is_found_as_in_one_tower(find, count):
         found.append(find())
         return found[-1]
 
-    assert_equals_one_batch(scoped(counted), (X,), 3)
-    assert_equals_one_batch(scoped(counted), (X,), 2, [1, 6])
+    assert_equals_one_batch(scoped(counted), (X,), 2, [1, 6], steps=1)
     assert {len(items) for items in found} == {count}
 
 
@@ -242,7 +241,7 @@ def test_a_model_function_that_raises_leaves_the_collections_as_they_were(failin
     assert names(tf.GraphKeys.TRAINABLE_VARIABLES) == ["w"]  # made, and so to be initialized
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times,resource", covering([1, 2], [False, True]))
 def test_what_a_model_puts_into_a_collection_of_its_own_is_there_as_often_as_in_one_tower(times, resource):
     def model(x):
         for name in ("a", "b"):
@@ -254,7 +253,7 @@ def test_what_a_model_puts_into_a_collection_of_its_own_is_there_as_often_as_in_
         assert [w.op.name for w in tf.get_collection("decayed")] == ["a"] * times + ["b"] * times
         return tf.reduce_mean(tf.square(x)) + tf.add_n([tf.nn.l2_loss(w) for w in tf.get_collection("decayed")])
 
-    assert_equals_one_batch(model, (X,), 3)
+    assert_equals_one_batch(model, (X,), 2)
     build(model, (X,), 3)
     assert {w.op.name for w in tf.get_collection("decayed")} == {"a", "b"}
 
@@ -270,7 +269,7 @@ def test_variables_that_a_model_looks_for_in_a_collection_of_its_own_are_made_on
             x = tf.sin(x * tf.get_collection("shared")[0]) + part[:, None]
         return tf.reduce_mean(x)
 
-    assert_equals_one_batch(model, (X,), 3)
+    assert_equals_one_batch(model, (X,), 2)
 
 
 def test_what_fails_after_the_model_function_leaves_the_collections_as_they_were():

@@ -142,6 +142,20 @@ def model_of(models, name, is_known):
     return model_fn
 
 
+def build_uneven(model_fn):
+    """Builds two towers, each of as many examples as the other has not, which is known while the graph is built."""
+    parts = [(tf.placeholder(X.dtype, [size, 4]), tf.placeholder(CLASSES.dtype, [size])) for size in (5, 7)]
+    build(model_fn, towers.PerTower(parts), 2)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_what_functions_take_together_is_said(name, is_known):
+    with pytest.warns(UserWarning, match=WORDS):
+        build_uneven(model_of(OTHERS, name, is_known))
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("name", sorted(OTHERS))
 def test_what_functions_take_together_is_another_loss_and_is_said(name, is_known):
@@ -153,6 +167,15 @@ def test_what_functions_take_together_is_another_loss_and_is_said(name, is_known
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("name", sorted(MEANS))
 def test_what_functions_compute_of_each_example_passes_in_silence(name, is_known):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=WORDS)
+        build_uneven(model_of(MEANS, name, is_known))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("name", sorted(MEANS))
+def test_what_functions_compute_of_each_example_of_three_towers_is_that_of_the_whole_batch(name, is_known):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=WORDS)
         assert_equals_one_batch(model_of(MEANS, name, is_known), (X, CLASSES), 3, sizes=[3, 5, 4], steps=2)

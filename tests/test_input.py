@@ -12,6 +12,7 @@ import tensorflow.compat.v2 as tf2
 import tf_syncbn
 import towers
 from tests.support import build, cpus, session, set_variables, train_by
+from tests.sweeps import covering
 from towers.rows import split_rows
 
 Pair = collections.namedtuple("Pair", "images labels")
@@ -21,12 +22,13 @@ Y = RNG.randint(0, 4, 22)
 SPARSE = RNG.randn(22, 5) * (RNG.rand(22, 5) < 0.3)
 SPARSE[3:6] = 0  # rows of nothing
 SGD = tf.train.GradientDescentOptimizer
+DATASETS = [tf.data.Dataset, tf2.data.Dataset]
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[DATASETS[0], pytest.param(DATASETS[1], marks=pytest.mark.sweep)], ids=["v1", "v2"])
 def Dataset(request):
     """The data set class of both versions of tf.data."""
-    return (tf if request.param == 1 else tf2).data.Dataset
+    return request.param
 
 
 def synced(images, labels):
@@ -76,8 +78,7 @@ def next_of(dataset):
     return tf.data.make_one_shot_iterator(dataset).get_next()
 
 
-@pytest.mark.parametrize("model", [plain, synced])
-@pytest.mark.parametrize("num_towers", [2, 5])
+@pytest.mark.parametrize("Dataset,model,num_towers", covering(DATASETS, [plain, synced], [2, 5]))
 def test_data_set_with_a_last_batch_smaller_than_the_towers_trains_as_one_tower_for_two_epochs(Dataset, model, num_towers):
     def make():
         return Dataset.from_tensor_slices((X, Y)).batch(10).repeat(2)  # of 10, 10 and 2
@@ -90,11 +91,11 @@ def test_data_set_of_whole_batches_is_divided_while_the_graph_is_built(Dataset):
     assert [tower.weight for tower in replicas] == [4 / 11, 4 / 11, 3 / 11]
 
 
-@pytest.mark.parametrize("element,seen", [
+@pytest.mark.parametrize("Dataset,num_towers,element_and_seen", covering(DATASETS, [3, 1], [
     (X, lambda x: x), ((X, Y), lambda x, y: x), ((X,), lambda x: x), (Pair(X, Y), lambda pair: pair.images),
-    ({"images": X, "labels": Y}, lambda batch: batch["images"]), (({"a": X}, (Y, Y)), lambda first, second: first["a"])])
-@pytest.mark.parametrize("num_towers", [1, 3])
-def test_structures_of_elements_reach_the_model_as_tensors_would(Dataset, element, seen, num_towers):
+    ({"images": X, "labels": Y}, lambda batch: batch["images"]), (({"a": X}, (Y, Y)), lambda first, second: first["a"])]))
+def test_structures_of_elements_reach_the_model_as_tensors_would(Dataset, num_towers, element_and_seen):
+    element, seen = element_and_seen
     replicas = build(seen, Dataset.from_tensor_slices(element).batch(10), num_towers)
     with session() as made:
         for rows in (X[:10], X[10:20], X[20:]):
@@ -146,7 +147,8 @@ def test_batches_are_taken_and_divided_on_the_host(Dataset):
 KINDS = ["one_shot", "initializable", "reinitializable", "feedable"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=() if kind in ("initializable", "feedable") else pytest.mark.sweep) for kind in KINDS])
 def test_iterators_train_as_one_tower(kind):
     def make():
         iterator, _, initializers = iterator_of(kind)
@@ -268,10 +270,10 @@ def sparse_of(array, known=True):
     return tf.SparseTensor(indices, array[tuple(indices.T)], shape)
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("size,num_towers", [(22, 4), (7, 2), (6, 3), (2, 5)])
-@pytest.mark.parametrize("shape", [(22, 5), (22,), (22, 2, 3)])
-def test_sparse_tensors_are_split_by_rows(known, size, num_towers, shape):
+@pytest.mark.parametrize("known,size_and_towers,shape", covering(
+    [True, False], [(22, 4), (7, 2), (6, 3), (2, 5)], [(22, 5), (22,), (22, 2, 3)]))
+def test_sparse_tensors_are_split_by_rows(known, size_and_towers, shape):
+    size, num_towers = size_and_towers
     if known and size < num_towers:
         pytest.skip("a batch that is known to be too small is an error")
     array = (np.arange(np.prod(shape)).reshape(shape) % 3 == 1) * np.arange(1.0, 1 + np.prod(shape)).reshape(shape)
@@ -306,8 +308,7 @@ def looked_up_as_rows(tags, table):
     return tf.reduce_sum(tf.ragged.map_flat_values(tf.nn.embedding_lookup, table, ids), 1)
 
 
-@pytest.mark.parametrize("look_up", [looked_up, looked_up_as_rows])
-@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize("look_up,is_converted", covering([looked_up, looked_up_as_rows], [True, False]))
 def test_what_is_looked_up_by_sparse_tags_is_one_towers_and_passes_in_silence(look_up, is_converted):
     """The slices and products of a sparse tensor's shape are none of the examples."""
     def model_fn(tags, y):
@@ -332,9 +333,10 @@ def ragged_of(lengths, known=True):
     return tf.RaggedTensor.from_row_lengths(flat, lengths if known else tf.placeholder_with_default(lengths, [None]))
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("lengths,num_towers", [([2, 0, 3, 1, 0, 4, 1], 3), ([0, 0, 0, 5], 2), ([3, 1], 5)])
-def test_ragged_tensors_are_split_by_rows(known, lengths, num_towers):
+@pytest.mark.parametrize("known,lengths_and_towers", covering(
+    [False, True], [([2, 0, 3, 1, 0, 4, 1], 3), ([0, 0, 0, 5], 2), ([3, 1], 5)]))
+def test_ragged_tensors_are_split_by_rows(known, lengths_and_towers):
+    lengths, num_towers = lengths_and_towers
     if known and len(lengths) < num_towers:
         pytest.skip("a batch that is known to be too small is an error")
     replicas = build(lambda x: {"flat": x.flat_values, "lengths": x.row_lengths()}, ragged_of(lengths, known), num_towers)
@@ -406,15 +408,16 @@ def unknown_rank(Dataset):
     return Dataset.from_generator(lambda: iter([X]), tf.float64)
 
 
-@pytest.mark.parametrize("make,error,message", [
+@pytest.mark.parametrize("Dataset,refused", covering(DATASETS, [
     (lambda D: D.from_tensor_slices((X, Y)), ValueError, r"hold a scalar, .*make batches by dataset.batch\(...\)"),
     (lambda D: D.from_tensors({"a": X, "rate": 0.5}), ValueError, "If the scalar is meant for every tower"),
     (unknown_rank, ValueError, "has unknown rank"),
     (lambda D: D.from_tensors({"a": X, "b": Y[:4]}), ValueError, "agree in axis 0; these do not: 'tensor_b.*' has 4, 'tensor_a"),
     (lambda D: D.from_tensors((X[:2], Y[:2])), ValueError, "A batch of 2 .*tensor_[01].* is too small for 3 towers"),
     (lambda D: D.from_tensor_slices(X).window(4), TypeError, "hold .*: towers can divide tensors, sparse and ragged"),
-])
-def test_elements_that_hold_no_batch_are_refused(Dataset, make, error, message):
+]))
+def test_elements_that_hold_no_batch_are_refused(Dataset, refused):
+    make, error, message = refused
     with pytest.raises(error, match=message):
         build(lambda *x: tf.zeros([]), make(Dataset), 3)
     if make(Dataset).element_spec.__class__.__name__ != "DatasetSpec":

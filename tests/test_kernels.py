@@ -12,6 +12,7 @@ import towers
 from tests.batch_norm_oracle import gradients, largest, normalized
 from tests.kernel_machines import MACHINES, running_on
 from tests.support import build, run, session
+from tests.sweeps import covering
 from tf_syncbn import whole_batch
 from tf_syncbn.kernels import choose as choice
 from tf_syncbn.kernels import eigen, eigen_tf1, onednn, reference
@@ -23,6 +24,8 @@ EPSILON = 1e-3
 GPU, UNKNOWN, ONEDNN = Machine("GPU", 2, False), Machine(None, 2, False), Machine("CPU", 2, True)
 DETERMINISTIC_GPU = Machine("GPU", 2, False, True)
 EIGEN, EIGEN_TF1 = Machine("CPU", 2, False), Machine("CPU", 1, False)
+# The last one is the reference itself, which others are held against.
+OTHERS = [strategy for strategy in STRATEGIES if strategy.kernels is not reference]
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 
 
@@ -103,10 +106,11 @@ def gradient_by(kernels, dy, x, given, means, mask, values, **how):
     return sums * [[1.0], [1.0], [times]], dx
 
 
-@each_strategy
-@pytest.mark.parametrize("given", ["plain", "gamma", "mask"])
-@pytest.mark.parametrize("shape", [[6, 4, 4, 3], [40, 3], [7, 3], [0, 4, 4, 3], [5, 2, 4, 4, 3], [8, 32, 32, 48]])
-def test_kernels_compute_what_the_reference_does(strategy, shape, given):
+# Each strategy has an own way of each kind of image.
+@pytest.mark.parametrize("strategy", OTHERS, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("given,shape", covering(
+    ["plain", "gamma", "mask"], [[6, 4, 4, 3], [40, 3], [7, 3], [0, 4, 4, 3], [5, 2, 4, 4, 3], [8, 32, 32, 48]]))
+def test_kernels_compute_what_the_reference_does(strategy, given, shape):
     rng = np.random.RandomState(1)
     dy, x = (tf.constant(rng.randn(*shape), tf.float32) for _ in range(2))
     channels, axis = shape[-1], len(shape) - 1
@@ -125,7 +129,7 @@ def test_kernels_compute_what_the_reference_does(strategy, shape, given):
         assert largest(value - expected) <= 1e-5 * largest(expected) if value.size else value.shape == expected.shape
 
 
-@each_strategy
+@pytest.mark.parametrize("strategy", OTHERS, ids=lambda strategy: strategy.name)
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_a_kernels_gradient_is_taken_of_computes_what_the_kernel_does(strategy, masked):
     rng, shape, how = np.random.RandomState(1), [6, 4, 4, 3], {"axis": 3, "epsilon": 1e-6}
@@ -144,10 +148,11 @@ def test_what_a_kernels_gradient_is_taken_of_computes_what_the_kernel_does(strat
         assert largest(value - expected) <= 1e-5 * largest(expected)
 
 
-@pytest.mark.parametrize("machine", sorted(MACHINES))
-@pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("shape,mean", [([12, 16, 16, 48], 2), ([512, 24], 0), ([9, 700, 5], 100), ([6, 3, 5, 7, 4], 1)])
-def test_layers_of_every_strategy_equal_numpy(shape, mean, machine, small):
+@pytest.mark.parametrize("machine,small,shape_and_mean", covering(
+    sorted(MACHINES), [True, False], [([12, 16, 16, 48], 2), ([512, 24], 0), ([9, 700, 5], 100), ([6, 3, 5, 7, 4], 1)],
+    also=lambda machine, small, shape_and_mean: not small and len(shape_and_mean[0]) == 4 and shape_and_mean[1] == 2))
+def test_layers_of_every_strategy_equal_numpy(machine, small, shape_and_mean):
+    shape, mean = shape_and_mean
     if machine == "gpu" and mean > 10:
         pytest.skip("the moments of a CPU's fused op lose digits there")
     tolerance = 1e-4 if machine == "gpu" else 1e-5
@@ -170,8 +175,7 @@ def test_layers_of_every_strategy_equal_numpy(shape, mean, machine, small):
         assert largest(value - right) <= tolerance * max(mean, 1) * largest(right)
 
 
-@pytest.mark.parametrize("in_a_tower", [True, False])
-@pytest.mark.parametrize("scale,center", [(True, True), (False, False)])
+@pytest.mark.parametrize("in_a_tower,scale,center", covering([True, False], [True, False], [True, False]))
 def test_one_tower_on_a_gpu_is_a_plain_batch_norm(in_a_tower, scale, center):
     rng = np.random.RandomState(0)
     x, dy = rng.randn(8, 5, 7, 6) + 3, rng.randn(8, 5, 7, 6)
@@ -203,8 +207,7 @@ def test_one_tower_on_a_gpu_is_a_plain_batch_norm(in_a_tower, scale, center):
 PAIRS = [("gpu", "gpu")] + list(itertools.permutations(["gpu", "unknown", "onednn", "eigen"], 2))
 
 
-@pytest.mark.parametrize("machines", PAIRS, ids="-".join)
-@pytest.mark.parametrize("sizes", [(4, 8), (8, 4), (12, 0)])
+@pytest.mark.parametrize("machines,sizes", covering(PAIRS, [(4, 8), (8, 4), (12, 0)], one_in=3))
 def test_towers_of_a_layer_may_run_other_kernels_each(machines, sizes):
     rng = np.random.RandomState(0)
     x, dy = ((rng.randn(12, 5, 7, 6) + offset).astype(np.float32) for offset in (1, 0.5))
@@ -251,11 +254,12 @@ def test_a_small_epsilon_is_what_a_gpus_layer_adds(num_towers):
     assert largest(y - right) <= 1e-5 * largest(right)
 
 
-@each_strategy
-@pytest.mark.parametrize("dtype,unit", [(tf.float16, 2.0 ** -11), (tf.bfloat16, 2.0 ** -8)])
-def test_half_precision_is_computed_in_float32_and_rounded_once(strategy, dtype, unit):
+@pytest.mark.parametrize("strategy,dtype", covering(
+    STRATEGIES, [tf.bfloat16, tf.float16], also=lambda strategy, dtype: strategy.takes_shares and dtype == tf.bfloat16))
+def test_half_precision_is_computed_in_float32_and_rounded_once(strategy, dtype):
     if strategy.takes_shares and dtype == tf.float16:
         pytest.skip("cuDNN rounds a tower's own gradient before the difference to that of all towers")
+    unit = 2.0 ** (-11 if dtype == tf.float16 else -8)
     rng = np.random.RandomState(1)
     dy, x = (tf.cast(tf.constant(rng.randn(9, 5, 7, 3) + mean, tf.float32), dtype) for mean in (30, 10))
     count, mean, variance, gamma = (tf.constant(part) for part in ([315.0], [10, 11, 9.5], [1.1, 0.9, 1.3], [0.5, 1.0, 2.0]))
@@ -273,8 +277,7 @@ def test_half_precision_is_computed_in_float32_and_rounded_once(strategy, dtype,
         assert (np.abs(a - b) <= unit * np.abs(b) * 1.001 + 1e-4).all()
 
 
-@pytest.mark.parametrize("kernels", [onednn, eigen, eigen_tf1])
-@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
+@pytest.mark.parametrize("kernels,dtype", covering([onednn, eigen, eigen_tf1], [tf.float16, tf.bfloat16]))
 def test_moments_as_it_is_cast_their_input_once(kernels, dtype):
     """Grappler moves a cast behind the reshapes that read it, where each would have one of its own."""
     with tf.device("/cpu:0"):
@@ -298,8 +301,7 @@ def ancestors_of(op):
     return found
 
 
-@each_strategy
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
+@pytest.mark.parametrize("strategy,dtype", covering(STRATEGIES, [tf.float32, tf.float16]))
 def test_nothing_of_the_backward_pass_runs_in_the_forward_pass_and_is_kept(strategy, dtype):
     dy, x = tf.placeholder(dtype, [6, 4, 4, 3]), tf.placeholder(dtype, [6, 4, 4, 3])
     count, mean, variance, means = (tf.placeholder(tf.float32, shape) for shape in ([1], [3], [3], [5, 3]))

@@ -1,4 +1,6 @@
 """The product: N towers train as one tower on the whole batch would."""
+import os
+
 import hypothesis
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 import tf_syncbn
 import towers
 from tests.support import build, images_and_labels, run, train_by, train_plainly
+from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 POLICIES = ["first", "all", "last", "none"]
@@ -28,10 +31,9 @@ def convolutional(images, labels):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_towers,sizes", SPLITS)
-def test_float64_trains_as_one_batch_within_1e_9(num_towers, sizes, policy):
-    assert_equals_one_batch(convolutional, images_and_labels(np.float64), num_towers, sizes, policy)
+@pytest.mark.parametrize("split,policy", covering(SPLITS, POLICIES, one_in=2))
+def test_float64_trains_as_one_batch_within_1e_9(split, policy):
+    assert_equals_one_batch(convolutional, images_and_labels(np.float64), *split, policy)
 
 
 def test_one_tower_trains_as_tensorflow_does_without_towers():
@@ -74,7 +76,8 @@ def everything(batch):
     return tf.losses.get_total_loss()
 
 
-@pytest.mark.parametrize("num_towers,sizes", [(2, None), (3, [2, 8, 1]), (5, None)])
+@pytest.mark.parametrize("num_towers,sizes", [
+    (3, [2, 8, 1]), pytest.param(2, None, marks=pytest.mark.sweep), pytest.param(5, None, marks=pytest.mark.sweep)])
 def test_law_holds_for_all_reduce_gradient_penalty_embedding_unused_variable_and_total_loss(num_towers, sizes):
     rng = np.random.RandomState(4)
     batch = {"x": rng.randn(11, 5), "ids": rng.randint(0, 7, 11), "rate": np.float64(0.3)}
@@ -82,6 +85,7 @@ def test_law_holds_for_all_reduce_gradient_penalty_embedding_unused_variable_and
     assert max(found.loss, found.gradients, found.variables) < 1e-9
 
 
+@hypothesis.settings(max_examples=int(os.environ.get("HYPOTHESIS_CASES", 5)))
 @hypothesis.given(data=st.data())
 def test_law_holds_for_any_split(data):
     count = data.draw(st.integers(2, 9))
@@ -170,10 +174,12 @@ def test_tower_whose_weight_is_zero_though_it_has_rows_counts_nothing():
     assert_equals_one_batch(model, (x, valid), 3, [3, 3, 3])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_towers,sizes", SPLITS)
-def test_float32_law_holds_for_every_split_and_policy(num_towers, sizes, policy):
-    assert_equals_one_batch(convolutional, images_and_labels(np.float32), num_towers, sizes, policy)
+# In float32 towers may differ by as much as the order of sums does, which is most where their sizes do.
+@pytest.mark.parametrize("split,policy", [
+    pytest.param(split, policy, marks=() if (split, policy) == ((3, [1, 7, 4]), "first") else pytest.mark.sweep)
+    for split in SPLITS for policy in POLICIES])
+def test_float32_law_holds_for_every_split_and_policy(split, policy):
+    assert_equals_one_batch(convolutional, images_and_labels(np.float32), *split, policy)
 
 
 def test_law_holds_where_towers_differ_in_height_and_width():

@@ -7,6 +7,7 @@ from tensorflow.python.framework.function import Defun
 import tf_syncbn
 import towers
 from tests.support import build, cpus, has_tf_layers, run
+from tests.sweeps import covering
 
 X = np.random.RandomState(0).randn(6, 4, 4, 3).astype(np.float32)
 LABELS = np.arange(6.0, dtype=np.float32)
@@ -173,7 +174,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(DIFFERENT))
+@pytest.mark.parametrize("name", covering(sorted(DIFFERENT), one_in=4))
 def test_towers_that_differ_are_refused_by_name(name):
     model_fn, words = DIFFERENT[name]
     with pytest.raises(towers.TowerMismatchError, match="(?s)" + words):
@@ -428,9 +429,9 @@ ALIKE = {
 KERAS2 = {"tf.layers": layered, "Keras": keras}
 
 
-@pytest.mark.parametrize("num_towers,size", [(2, 4), (3, 5)])
-@pytest.mark.parametrize("name", sorted(ALIKE) + sorted(KERAS2))
-def test_towers_that_differ_in_what_is_theirs_are_built(name, num_towers, size):
+@pytest.mark.parametrize("name,towers_and_size", covering(sorted(ALIKE) + sorted(KERAS2), [(2, 4), (3, 5)], one_in=4))
+def test_towers_that_differ_in_what_is_theirs_are_built(name, towers_and_size):
+    num_towers, size = towers_and_size
     if name in KERAS2 and not has_tf_layers():
         pytest.skip("tf.keras is Keras 3 here")
     build(dict(ALIKE, **KERAS2)[name], (X[:size],), num_towers)
@@ -485,7 +486,7 @@ def test_batches_that_a_loop_around_the_towers_takes_in_are_no_difference():
     assert run(total, {x: X}) == pytest.approx((X ** 2).mean() + ((X + 1) ** 2).mean(), rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.bfloat16])
+@pytest.mark.parametrize("dtype", covering([tf.float32, tf.float16, tf.bfloat16], one_in=4))
 def test_kernels_that_follow_the_size_of_a_batch_are_no_difference(dtype):
     def model(x):  # a penalty on gradients that the model function takes itself
         x = tf.cast(x * tf.get_variable("w", [64]), dtype)
@@ -495,8 +496,9 @@ def test_kernels_that_follow_the_size_of_a_batch_are_no_difference(dtype):
     build(model, towers.PerTower([tf.zeros([size, 8, 8, 64]) for size in (1, 300)]), 2)
 
 
-@pytest.mark.parametrize("make", [tf.zeros_like, tf.ones_like, lambda x: tf.zeros(x.shape), lambda x: tf.ones(x.shape, tf.int32)])
-@pytest.mark.parametrize("sizes", [(5, 500), (500, 5)])
+@pytest.mark.parametrize("make,sizes", covering(
+    [tf.zeros_like, tf.ones_like, lambda x: tf.zeros(x.shape), lambda x: tf.ones(x.shape, tf.int32)],
+    [(5, 500), (500, 5)], one_in=4))
 def test_constants_that_are_filled_from_a_thousand_entries_on_are_no_difference(make, sizes):
     batch = towers.PerTower([np.ones([size, 4], np.float32) for size in sizes])
     build(lambda x: mean(x + tf.cast(make(x), tf.float32)), batch, 2)
@@ -509,8 +511,8 @@ def test_constants_that_are_filled_from_a_thousand_entries_on_are_no_difference(
             build(model, towers.PerTower([np.ones([size, 4], np.float32) for size in sizes]), 2)
 
 
-@pytest.mark.parametrize("combine", [lambda x, y: x - y, lambda x, y: y * x, lambda x, y: x / y])
-@pytest.mark.parametrize("sizes", [[5, 1], [1, 5]])
+@pytest.mark.parametrize("combine,sizes", covering(
+    [lambda x, y: x - y, lambda x, y: y * x, lambda x, y: x / y], [[5, 1], [1, 5]], one_in=4))
 def test_gradients_of_what_is_broadcast_to_one_example_are_no_difference(combine, sizes):
     def model(x):
         x = x * tf.get_variable("w", [3], x.dtype, tf.ones_initializer())
@@ -601,8 +603,7 @@ def test_two_builds_are_compared_each_by_itself():
             towers.TowerBuilder(cpus(2)).build(lambda x: mean(activation(conv(x))), (X,))
 
 
-@pytest.mark.parametrize("resource", [False, True])
-@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+@pytest.mark.parametrize("combiner,resource", covering(["sum", "mean", "sqrtn"], [False, True], one_in=4))
 def test_rows_that_are_looked_up_once_or_each_time_are_alike(combiner, resource):
     """TensorFlow 2.21 looks them up otherwise in the tower on whose device the table stands."""
     tags = tf.SparseTensor([[0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1]], np.array([1, 2, 3, 1, 2, 2]), [4, 2])

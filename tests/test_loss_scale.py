@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, session, set_variables
+from tests.sweeps import covering
 
 RNG = np.random.RandomState(9)
 X, Y = RNG.randn(12, 3).astype(np.float32), RNG.randn(12).astype(np.float32)
@@ -21,19 +22,20 @@ def model(x, y):
     return tf.reduce_mean(tf.square(tf.reduce_sum(x * w, 1) - y))
 
 
-def states(transforms, feeds, update_ops="first", optimizer=None):
-    """Returns all variables by name, before training and after each of the batches, on 3 uneven towers."""
+def states(transforms, *trainings, update_ops="first", optimizer=None):
+    """Trains on 3 uneven towers; returns of each of several lists of batches all variables by name, before and after each one."""
     with tf.Graph().as_default():
         x, y = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None])
         train_op = towers.minimize(build(model, (x, y), 3), optimizer or tf.train.AdamOptimizer(0.1), transforms=transforms,
                                    update_ops=update_ops, global_step=tf.train.get_or_create_global_step())
-        variables, found = {variable.op.name: variable for variable in tf.global_variables()}, []
-        with session() as made:
-            set_variables(made, {"w": WEIGHTS})
-            found.append(made.run(variables))
-            for of_x, of_y in feeds:
-                made.run(train_op, {x: of_x, y: of_y})
-                found.append(made.run(variables))
+        variables, found = {variable.op.name: variable for variable in tf.global_variables()}, [[] for _ in trainings]
+        for feeds, states_of in zip(trainings, found):
+            with session() as made:
+                set_variables(made, {"w": WEIGHTS})
+                states_of.append(made.run(variables))
+                for of_x, of_y in feeds:
+                    made.run(train_op, {x: of_x, y: of_y})
+                    states_of.append(made.run(variables))
         return found
 
 
@@ -41,19 +43,18 @@ BATCHES = [(X[:10], Y[:10]), (X[2:], Y[2:]), (X[::-1], Y[::-1])]
 OVERFLOW = (X, np.float32(1e38) * Y)  # its gradients times a scale are infinite in float32
 
 
-@pytest.mark.parametrize("scale", [1024.0, "dynamic"])
+@pytest.mark.parametrize("scale", [pytest.param(1024.0, marks=pytest.mark.sweep), "dynamic"])
 def test_a_scale_that_is_a_power_of_two_changes_no_bit(scale):
-    plain, scaled = states([], BATCHES), states([towers.scale_loss(scale)], BATCHES)
+    (plain,), (scaled,) = states([], BATCHES), states([towers.scale_loss(scale)], BATCHES)
     for a, b in zip(plain, scaled):
         for name in a:
             np.testing.assert_array_equal(a[name], b[name], name)
 
 
-@pytest.mark.parametrize("update_ops", ["first", "all"])
-@pytest.mark.parametrize("scale", [8, "dynamic"])
+@pytest.mark.parametrize("scale,update_ops", covering([8, "dynamic"], ["first", "all"]))
 def test_a_step_that_overflows_leaves_nothing_behind(scale, update_ops):
-    without = states([towers.scale_loss(scale)], BATCHES, update_ops)
-    initial, one, same, two, three = states([towers.scale_loss(scale)], [BATCHES[0], OVERFLOW] + BATCHES[1:], update_ops)
+    without, (initial, one, same, two, three) = states(
+        [towers.scale_loss(scale)], BATCHES, [BATCHES[0], OVERFLOW] + BATCHES[1:], update_ops=update_ops)
     for name in sorted(set(one) - {"current_loss_scale", "good_steps"}):
         np.testing.assert_array_equal(one[name], same[name], name)
         if name != "w" and "Adam" not in name and "beta" not in name:
@@ -100,7 +101,7 @@ def test_transforms_before_it_see_multiplied_gradients_and_those_after_it_none()
 
     steps = []
     for transforms in ([add, towers.scale_loss(16)], [towers.scale_loss(16), add]):
-        before, after = states(transforms, [(X, Y)], optimizer=tf.train.GradientDescentOptimizer(1.0))
+        (before, after), = states(transforms, [(X, Y)], optimizer=tf.train.GradientDescentOptimizer(1.0))
         steps.append(before["w"] - after["w"])
     np.testing.assert_allclose(steps[1] - steps[0], 1 - 1 / 16, rtol=1e-4)
 
@@ -109,8 +110,7 @@ def test_an_overflow_counts_for_all_that_comes_after():
     """Accumulated gradients take no part of a batch that overflowed."""
     chain = [towers.scale_loss(8), towers.accumulate(2)]
     with pytest.warns(UserWarning, match="accumulate"):
-        got = states(chain, [BATCHES[0], OVERFLOW, BATCHES[1]])[-1]
-        wanted = states(chain, BATCHES[:2])[-1]
+        (*_, got), (*_, wanted) = states(chain, [BATCHES[0], OVERFLOW, BATCHES[1]], BATCHES[:2])
     for name in sorted(wanted):
         np.testing.assert_allclose(got[name], wanted[name], rtol=1e-6, err_msg=name)
     assert got["global_step"] == 1

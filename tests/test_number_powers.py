@@ -73,29 +73,48 @@ RIGHT = {
     "a decay": lambda x: tf.reduce_mean(squares(x)) + decay()}
 
 
-@pytest.mark.parametrize("sizes", [[6, 6], [3, 1, 8]])
-@pytest.mark.parametrize("kind,name", [(kind, name) for kind, models in (
-    ("a mean over them", MEANS), ("a sum over them", SUMS), ("what is of variables alone", OF_VARIABLES))
-    for name in sorted(models)])
+KINDS = {"a mean over them": MEANS, "a sum over them": SUMS, "what is of variables alone": OF_VARIABLES}
+WRONG = [(kind, name) for kind, models in KINDS.items() for name in sorted(models)]
+SIZES = [[6, 6], [3, 1, 8]]
+
+
+def assert_is_said(kind, model, sizes):
+    with pytest.warns(UserWarning, match=r"%s: %s \(" % (WORDS, kind)):
+        build(model, towers.PerTower([(part,) for part in np.split(X, np.cumsum(sizes)[:-1])]), len(sizes))
+
+
+@pytest.mark.parametrize("kind,name", WRONG)
+def test_a_loss_that_keeps_the_number_of_a_towers_examples_is_said(kind, name):
+    assert_is_said(kind, KINDS[kind][name], SIZES[0])
+    assert_is_said(kind, of_unknown_size(KINDS[kind][name]), SIZES[1])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kind,name", WRONG)
 def test_a_loss_that_keeps_the_number_of_a_towers_examples_is_not_one_towers_and_is_said(kind, name, sizes):
-    model = {"a mean over them": MEANS, "a sum over them": SUMS, "what is of variables alone": OF_VARIABLES}[kind][name]
+    model = KINDS[kind][name]
     for each in (model, of_unknown_size(model)):
-        with pytest.warns(UserWarning, match=r"%s: %s \(" % (WORDS, kind)):
-            build(each, towers.PerTower([(part,) for part in np.split(X, np.cumsum(sizes)[:-1])]), len(sizes))
+        assert_is_said(kind, each, sizes)
     with pytest.raises(AssertionError), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         assert_equals_one_batch(model, (X,), len(sizes), sizes)
 
 
 @pytest.mark.parametrize("name", sorted(RIGHT))
-@pytest.mark.parametrize("num_towers", [2, 3])
-def test_what_keeps_none_of_it_is_one_towers_and_passes_in_silence(name, num_towers):
+def test_what_keeps_none_of_it_is_one_towers_and_passes_in_silence(name):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*" + WORDS)
-        for model in (RIGHT[name], of_unknown_size(RIGHT[name])):
-            if name != "a mean by it and the towers":
-                assert_equals_one_batch(model, (X,), num_towers)
-            build(model, (X,), num_towers)
+        build(RIGHT[name], (X,), 2)
+        build(of_unknown_size(RIGHT[name]), (X,), 3)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", sorted(set(RIGHT) - {"a mean by it and the towers"}))
+@pytest.mark.parametrize("num_towers", [2, 3])
+def test_what_keeps_none_of_it_trains_as_one_tower(name, num_towers):
+    for model in (RIGHT[name], of_unknown_size(RIGHT[name])):
+        assert_equals_one_batch(model, (X,), num_towers)
 
 
 def test_a_size_of_a_batch_whose_size_is_not_known_is_its_number_too():

@@ -4,6 +4,7 @@ The authority is one tower on the whole batch, in this process and without any s
 """
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -24,46 +25,36 @@ from towers.workers.one_client import _MEND, _Servers
 from towers.workers.watchdog import Watchdog
 
 WORKER_0, WORKER_1, PS = "/job:worker/task:0/cpu:0", "/job:worker/task:1/cpu:0", "/job:ps/task:0/cpu:0"
-SERVER = """
+# TensorFlow is imported once: the servers are forks.
+SERVERS = """
 import json, os, sys
 import tensorflow.compat.v1 as tf
-cluster, job, task = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-tf.train.Server(cluster, job_name=job, task_index=task, config=tf.ConfigProto(device_count={"CPU": 2}))
-print("is up", flush=True)
-sys.stdin.read()  # until whoever began it ends, in whatever way
-os._exit(0)
+cluster = json.loads(sys.argv[1])
+for job in cluster:
+    for task in range(len(cluster[job])):
+        if not os.fork():
+            tf.train.Server(cluster, job_name=job, task_index=task, config=tf.ConfigProto(device_count={"CPU": 2}))
+            os.write(1, b"is up\\n")  # at once, beside others that do
+            sys.stdin.read()  # until whoever began it ends, in whatever way
+            os._exit(0)
+sys.stdin.read()
 """
 X = np.random.RandomState(1).randn(11, 6)
-STEPS = 5
-
-
-@contextlib.contextmanager
-def cluster_of(**sizes):
-    """Runs servers, so many of each job; yields their addresses and processes, dicts from a job to a list over its tasks."""
-    cluster = {job: ["localhost:%d" % port for port in free_ports(size)] for job, size in sizes.items()}
-    processes = {job: [] for job in cluster}
-    try:
-        for job, addresses in cluster.items():
-            for task in range(len(addresses)):
-                command = [sys.executable, "-c", SERVER, json.dumps(cluster), job, str(task)]
-                processes[job].append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                                       stderr=subprocess.DEVNULL))
-        for process in sum(processes.values(), []):
-            assert process.stdout.readline() == b"is up\n"
-        yield cluster, processes
-    finally:
-        for process in sum(processes.values(), []):
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def cluster():
     """The target of a session on two workers and a parameter server."""
-    with cluster_of(worker=2, ps=1) as (addresses, _):
+    addresses = {job: ["localhost:%d" % port for port in free_ports(size)] for job, size in (("worker", 2), ("ps", 1))}
+    process = subprocess.Popen([sys.executable, "-c", SERVERS, json.dumps(addresses)], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        assert [process.stdout.readline() for _ in range(3)] == [b"is up\n"] * 3
         yield "grpc://" + addresses["worker"][0]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 @pytest.fixture(autouse=True)
@@ -92,25 +83,27 @@ def training(devices, placement="host", batch=(X,)):
 
 
 def trained(devices, target="", initial=None, **kwargs):
-    """Trains in a graph of its own; returns the losses, and all variables by name before and after."""
+    """Trains in a graph of its own; returns of two sessions the losses, and all variables by name before and after."""
     with tf.Graph().as_default():
         loss, train_op, config = training(devices, **kwargs)
-        variables = {v.op.name: v for v in tf.global_variables()}
-        with tf.Session(target, config=config) as session:
-            session.run([tf.global_variables_initializer(), tf.tables_initializer()])
-            set_variables(session, initial or {})
-            before = session.run(variables)
-            losses = [session.run([loss, train_op])[0] for _ in range(STEPS)]
-            return losses, before, session.run(variables)
+        variables, ends = {v.op.name: v for v in tf.global_variables()}, []
+        initializer = [tf.global_variables_initializer(), tf.tables_initializer()]
+        for _ in range(2):
+            with tf.Session(target, config=config) as session:
+                session.run(initializer)
+                set_variables(session, initial or {})
+                before = session.run(variables)
+                losses = [session.run([loss, train_op])[0] for _ in range(STEPS)]
+                ends.append((losses, before, session.run(variables)))
+        return ends
 
 
 @pytest.fixture(scope="module")
 def one_tower():
-    return trained(["/cpu:0"])
+    return trained(["/cpu:0"])[0]
 
 
 CASES = {
-    "two servers": dict(devices=[WORKER_0, WORKER_1]),
     "three servers, variables on all": dict(devices=[PS, WORKER_1, WORKER_0], placement="balanced"),
     "variables on a parameter server": dict(devices=[WORKER_0, WORKER_1, WORKER_1.replace("cpu:0", "cpu:1")],
                                             placement=lambda op: PS),
@@ -122,12 +115,11 @@ CASES = {
 def test_towers_on_servers_train_as_one_tower_on_the_whole_batch(cluster, one_tower, case):
     losses, before, after = one_tower
     assert np.abs(after["batch_normalization/moving_mean"]).max() > 0.01
-    found = trained(target=cluster, initial=before, **CASES[case])
+    found, again = trained(target=cluster, initial=before, **CASES[case])
     np.testing.assert_allclose(found[0], losses, rtol=1e-9)
     assert set(found[2]) == set(after)
     for name, value in after.items():
         np.testing.assert_allclose(found[2][name], value, rtol=1e-9, atol=1e-9, err_msg=name)
-    again = trained(target=cluster, initial=before, **CASES[case])
     assert found[0] == again[0]
     for name, value in found[2].items():
         np.testing.assert_array_equal(again[2][name], value, err_msg=name)
@@ -144,9 +136,10 @@ def test_data_set_is_divided_over_servers(cluster, one_tower):
             np.testing.assert_allclose([session.run([loss, train_op])[0] for _ in range(STEPS)], losses, rtol=1e-9)
 
 
-def test_many_steps_in_one_call_are_those_of_many_calls_on_servers_too(cluster):
+def test_many_steps_in_one_call_are_those_of_many_calls_on_servers_too(cluster, one_tower):
     devices = [WORKER_0, WORKER_1]
-    losses, before, after = trained(devices, cluster)
+    (losses, before, after), _ = trained(devices, cluster, one_tower[1])
+    np.testing.assert_allclose(losses, one_tower[0], rtol=1e-9)
     step = []
 
     def step_fn():
@@ -209,18 +202,29 @@ def test_session_config_counts_the_cpu_devices_of_the_task_with_the_most():
 
 
 CLIENT = """
-import sys
+import os, sys, time
 import tensorflow.compat.v1 as tf
 import towers
 tf.disable_eager_execution()
+addresses, client = sys.argv[1:], os.getpid()
+for task in (0, 1):
+    server = os.fork()
+    if not server:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        tf.train.Server({"worker": addresses}, job_name="worker", task_index=task)
+        while os.getppid() == client:
+            time.sleep(0.1)
+        os._exit(0)
 builder = towers.TowerBuilder(["/job:worker/task:0/cpu:0", "/job:worker/task:1/cpu:0"])
 replicas = builder.build(lambda x: tf.reduce_mean(tf.square(x - tf.get_variable("w", [3]))), (tf.ones([4, 3]),))
 train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
 config = towers.session_config(builder.devices)
-with towers.workers.watched_session(sys.argv[1:], config=config, time_limit=6) as session:
+with towers.workers.watched_session(addresses, config=config, time_limit=6) as session:
     session.run(tf.global_variables_initializer())
     session.run(train_op)
-    print("trains", flush=True)
+    print(server, flush=True)
     try:
         while True:
             session.run(train_op)
@@ -234,18 +238,19 @@ with towers.workers.watched_session(sys.argv[1:], config=config, time_limit=6) a
     (signal.SIGKILL, r"server 1 \(localhost:\d+\), which has ended|TensorFlow itself found it"),
     (signal.SIGSTOP, r"server 1 \(localhost:\d+\), which does not answer: it is stopped, or hangs")])
 def test_client_whose_server_has_died_ends_within_seconds_and_says_which(how, words):
-    with cluster_of(worker=2) as (addresses, processes):
-        command = [sys.executable, "-c", CLIENT] + addresses["worker"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True) as client:
-            try:
-                assert client.stdout.readline() == "trains\n"
-                processes["worker"][1].send_signal(how)
-                begun = time.monotonic()
-                _, written = client.communicate(timeout=30)
-                assert client.returncode == 70 and re.search(words, written), written
-                assert time.monotonic() - begun < 20
-            finally:
-                client.kill()
+    command = [sys.executable, "-c", CLIENT] + ["localhost:%d" % port for port in free_ports(2)]
+    client = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True,
+                              start_new_session=True)
+    try:
+        os.kill(int(client.stdout.readline()), how)
+        begun = time.monotonic()
+        _, written = client.communicate(timeout=30)
+        assert client.returncode == 70 and re.search(words, written), written
+        assert time.monotonic() - begun < 20
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(client.pid, signal.SIGKILL)
+        client.communicate()
 
 
 def test_watch_ends_a_run_that_takes_too_long_though_all_servers_answer():

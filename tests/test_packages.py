@@ -10,18 +10,31 @@ import pytest
 
 import tf_syncbn
 import towers
+from tests.processes import run_forks
 
 ROOT = Path(__file__).parent.parent
+in_processes = pytest.mark.xdist_group("packages")  # they share them
 
 # Nothing imports a file to its right or below.
 ORDER = {"towers": ["version", "annotations", "wording",
                     "context", "sums", "slices", "private", "gradient_hook", "turns", "meetings", "exchanges", "cross_tower",
-                    "placement", "rows", "batch", "shares", "sharing", "graph_walk", "draws", "workers.cluster",
-                    "workers.collectives", "workers.watchdog", "workers.gradient_sums", "workers.variables",
+                    "placement", "rows", "batch", "shares", "sharing", "graph_walk", "ordering", "inner_training", "draws",
+                    "workers.cluster", "workers.collectives", "workers.watchdog", "workers.gradient_sums", "workers.variables",
                     "workers.peers", "workers.sessions", "workers.plain", "workers.one_client", "workers.connection",
-                    "workers.__init__", "logits", "losses", "input", "global_loss", "replicas", "graph_collections",
-                    "functions", "lookups", "likeness", "own_data", "twins", "ordering", "written", "own_effects",
-                    "initial_values", "asked_steps", "state", "replicated", "empty_batches", "keras3", "inner_training",
+                    "workers.__init__", "logits", "losses", "input",
+                    "sharding.placements", "sharding.nodes", "sharding.conversions", "sharding.rules.table",
+                    "sharding.rules.pointwise", "sharding.rules.reductions", "sharding.rules.diagonals", "sharding.bodies",
+                    "sharding.rules.lists", "sharding.rules.functions", "sharding.rules.movement", "sharding.rules.gathers",
+                    "sharding.rules.normalization", "sharding.rules.products", "sharding.rules.rows",
+                    "sharding.rules.segments", "sharding.rules.sizes", "sharding.rules.slices", "sharding.rules.state",
+                    "sharding.rules.tensor_lists", "sharding.rules.__init__", "sharding.own_gradients",
+                    "sharding.propagation", "sharding.report", "sharding.carrying", "sharding.rewriting",
+                    "sharding.gradient_functions", "sharding.twin", "sharding.writes", "sharding.whole_batch",
+                    "sharding.__init__",
+                    "sharding.joining",
+                    "global_loss", "replicas", "graph_collections",
+                    "functions", "lookups", "likeness", "own_data", "twins", "written", "own_effects",
+                    "initial_values", "asked_steps", "state", "replicated", "empty_batches", "keras3",
                     "variable_placement", "static_values", "axes", "mapped", "first_axis", "single_rows", "chosen_rows",
                     "along_examples",
                     "regrouping", "positions", "mixed_losses", "inner_gradients", "divisors", "loss_terms",
@@ -37,12 +50,8 @@ ORDER = {"towers": ["version", "annotations", "wording",
                        "kernels.eigen_tf1", "kernels.eigen", "kernels.eigen_plain", "kernels.__init__", "kernels.choose",
                        "kernels.inference", "arguments",
                        "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",
-                       "conversion.dependence", "conversion.factors", "conversion.loop_rules", "conversion.row_rules",
-                       "conversion.axis_rules",
-                       "conversion.layout",
-                       "conversion.counts", "conversion.fused_batch_norms", "conversion.weights", "conversion.roots",
-                       "conversion.squares", "conversion.detection",
-                       "conversion.crossings", "conversion.replacement", "conversion.convert", "conversion.__init__",
+                       "conversion.peephole", "conversion.batch_norms", "conversion.averages", "conversion.convert",
+                       "conversion.__init__",
                        "recalibration", "checkpoints.variable_names", "checkpoints.whole", "checkpoints.files",
                        "checkpoints.__init__", "checkpoints.__main__"]}
 
@@ -101,7 +110,7 @@ def test_examples_share_a_room_that_knows_none_of_them():
 
 def test_library_needs_tensorflow_and_numpy_alone():
     for path in list((ROOT / "towers").rglob("*.py")) + list((ROOT / "tf_syncbn").rglob("*.py")):
-        allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast", "contextlib", "copy", "ctypes",
+        allowed = {"tensorflow", "numpy", "towers", "tf_syncbn", "argparse", "ast", "contextlib", "copy", "ctypes", "dataclasses",
                    "functools", "hashlib", "importlib", "inspect", "itertools", "json", "operator", "os", "random", "re",
                    "shutil", "signal", "socket", "subprocess", "sys", "threading", "time", "types", "typing",
                    "warnings", "weakref", "zlib"}
@@ -115,9 +124,7 @@ def test_front_door_is_sorted_and_documented(module):
         assert getattr(module, name).__doc__, name
 
 
-@pytest.mark.parametrize("module", ["towers", "tf_syncbn", "towers.testing", "tf_syncbn.checkpoints"])
-def test_importing_changes_nothing_in_the_process(module):
-    program = """
+IMPORT = """
 import logging, os, random, signal, threading, warnings
 import numpy
 import tensorflow.compat.v1 as tf
@@ -132,12 +139,9 @@ import %s
 assert state() == before
 # No device was looked for and no runtime started: devices can still be set up.
 getattr(tf.config, "experimental").set_visible_devices([], "GPU")
-""" % module
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=str(ROOT))
-
-
-def test_building_and_training_towers_imports_nothing_of_contrib():
-    program = """
+"""
+MODULES = ["towers", "tf_syncbn", "towers.testing", "tf_syncbn.checkpoints"]
+BUILD = """
 import sys
 import tensorflow.compat.v1 as tf
 tf.disable_eager_execution()
@@ -148,7 +152,27 @@ replicas = towers.TowerBuilder(["/cpu:0", "/cpu:1"]).build(model, (tf.ones([4, 3
 towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
 assert not [name for name in sys.modules if name.startswith(("tensorflow.contrib.", "tensorflow_core.contrib."))]
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What came of programs that begin with nothing but TensorFlow: a dict from modules that are imported, and BUILD."""
+    programs = {module: IMPORT % module for module in MODULES}
+    programs[BUILD] = BUILD
+    return dict(zip(programs, run_forks("import tensorflow.compat.v1", [(program, {}, ()) for program in programs.values()])))
+
+
+@in_processes
+@pytest.mark.parametrize("module", MODULES)
+def test_importing_changes_nothing_in_the_process(results, module):
+    status, output = results[module]
+    assert status == 0, output
+
+
+@in_processes
+def test_building_and_training_towers_imports_nothing_of_contrib(results):
+    status, output = results[BUILD]
+    assert status == 0, output
 
 
 @pytest.mark.parametrize("module", ["towers", "tf_syncbn"])

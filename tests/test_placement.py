@@ -151,16 +151,11 @@ def test_session_config_makes_the_cpu_devices_exist_and_keeps_what_it_was_given(
     assert towers.session_config(["/gpu:0", "/gpu:7"]).device_count["CPU"] == 1
 
 
-def test_looking_for_devices_starts_no_runtime():
-    # Once a runtime has started, which takes the GPUs' memory, visible devices can't be set any more.
+def test_looking_for_devices_starts_no_runtime_and_cpu_devices_exist_in_the_first_session():
+    # Once a runtime has started, which takes the GPUs' memory, visible devices can't be set any more; the first session of a
+    # process fixes its CPU devices.
     program = ("import tensorflow.compat.v1 as tf, towers; tf.disable_eager_execution(); towers.TowerBuilder(); "
-               "towers.session_config(); tf.config.experimental.set_visible_devices([], 'GPU')")
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_cpu_devices_exist_in_a_fresh_process():
-    # The first session of a process fixes its CPU devices, so this one is a process of its own.
-    program = ("import tensorflow.compat.v1 as tf, towers; tf.disable_eager_execution(); "
+               "towers.session_config(); tf.config.experimental.set_visible_devices([], 'GPU'); "
                "s = tf.Session(config=towers.session_config(['/cpu:0', '/cpu:4'])); "
                "print(len([d for d in s.list_devices() if d.device_type == 'CPU']))")
     out = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True)

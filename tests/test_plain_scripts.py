@@ -4,17 +4,15 @@ The scripts are whole programs, written as TensorFlow's tutorials write them. Th
 """
 import difflib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import shutil
 
 import numpy as np
+import pytest
 import tensorflow.compat.v1 as tf
 
-from tests.test_one_client import free_ports
+from tests.processes import cluster, run_forks
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.xdist_group("plain scripts")  # they share processes
 
 FEEDING = """
 import sys
@@ -125,23 +123,18 @@ def changed(script, changes):
     return after
 
 
-def run(script, num_workers, *arguments):
-    """Runs a program in so many processes, worker 0's folder and each other one's its own; returns when all have ended well."""
-    addresses = ["localhost:%d" % port for port in free_ports(num_workers)]
-    processes = []
-    try:
-        for rank in range(num_workers):
-            config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
-            environment = dict(os.environ, PYTHONPATH=str(ROOT), TF_CONFIG=json.dumps(config) if num_workers > 1 else "")
-            processes.append(subprocess.Popen([sys.executable, "-c", script] + [str(each) for each in arguments], env=environment,
-                                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True))
-        for process in processes:
-            out, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, out[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+def alone(script, *arguments):
+    """Returns a program of one process."""
+    return script, {"TF_CONFIG": ""}, arguments
+
+
+def of_two_workers(script, *arguments):
+    return [(script, {"TF_CONFIG": json.dumps(config)}, arguments) for config in cluster(2)]
+
+
+def run(*programs):
+    for status, output in run_forks("import tensorflow.compat.v1, towers", programs):
+        assert status == 0, output[-3000:]
 
 
 def values_of(checkpoint):
@@ -157,24 +150,30 @@ def check_equal(values, others, before):
         assert np.abs(value - before[name]).max() > 1e-6, name  # that it trained
 
 
-def test_script_that_feeds_trains_on_two_workers_as_on_one_process(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder where all scripts have saved what they trained."""
+    folder = tmp_path_factory.mktemp("trained")
     for name in ("plain", "workers"):
-        (tmp_path / name).mkdir()
-    run(FEEDING, 1, tmp_path / "plain", "save")
-    script = changed(FEEDING, FEEDING_CHANGED)
+        (folder / "feeding" / name).mkdir(parents=True)
+    first = folder / "monitored" / "first"
+    run(alone(FEEDING, folder / "feeding" / "plain", "save"),
+        alone(MONITORED.replace("last_step=12", "last_step=1"), first))  # the weights that both go on from
+    for name in ("plain", "workers"):
+        shutil.copytree(str(first), str(folder / "monitored" / name))
+        (folder / "monitored" / name / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1"\n')
     # What each worker restores or initializes, it gets from worker 0: here the first weights of the plain script.
-    run(script.replace("saver.restore(sess, sys.argv[2])", "workers.is_chief and saver.restore(sess, sys.argv[2])"), 2,
-        tmp_path / "workers", tmp_path / "plain" / "first")
-    check_equal(values_of(tmp_path / "workers" / "last"), values_of(tmp_path / "plain" / "last"),
-                values_of(tmp_path / "plain" / "first"))
+    feeding = changed(FEEDING, FEEDING_CHANGED).replace(
+        "saver.restore(sess, sys.argv[2])", "workers.is_chief and saver.restore(sess, sys.argv[2])")
+    run(alone(MONITORED, folder / "monitored" / "plain"),
+        *of_two_workers(feeding, folder / "feeding" / "workers", folder / "feeding" / "plain" / "first"),
+        *of_two_workers(changed(MONITORED, MONITORED_CHANGED), folder / "monitored" / "workers"))
+    return folder
 
 
-def test_script_with_a_monitored_session_trains_on_two_workers_as_on_one_process(tmp_path):
-    first = tmp_path / "first"
-    run(MONITORED.replace("last_step=12", "last_step=1"), 1, first)  # the weights both go on from
-    for name in ("plain", "workers"):
-        subprocess.check_call(["cp", "-r", str(first), str(tmp_path / name)])
-        (tmp_path / name / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-1"\n')
-    run(MONITORED, 1, tmp_path / "plain")
-    run(changed(MONITORED, MONITORED_CHANGED), 2, tmp_path / "workers")
-    check_equal(values_of(tmp_path / "workers"), values_of(tmp_path / "plain"), values_of(first))
+def test_script_that_feeds_trains_on_two_workers_as_on_one_process(trained):
+    check_equal(*[values_of(trained / "feeding" / name) for name in ("workers/last", "plain/last", "plain/first")])
+
+
+def test_script_with_a_monitored_session_trains_on_two_workers_as_on_one_process(trained):
+    check_equal(*[values_of(trained / "monitored" / name) for name in ("workers", "plain", "first")])

@@ -7,6 +7,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests.support import build
+from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 B, C = 12, 4
@@ -150,6 +151,13 @@ def silent():
         yield
 
 
+@pytest.mark.parametrize("name,known", covering(sorted(RUNNING), [True, False], one_in=4))
+def test_what_runs_along_the_batch_is_said(name, known):
+    with pytest.warns(UserWarning, match=RUNS):
+        build(RUNNING[name] if known else unsized(RUNNING[name]), (X, Y, LABELS), 3)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", sorted(RUNNING))
 def test_what_runs_along_the_batch_is_another_thing_in_towers_and_is_said(name, known):
@@ -158,19 +166,20 @@ def test_what_runs_along_the_batch_is_another_thing_in_towers_and_is_said(name, 
             assert_equals_one_batch(RUNNING[name] if known else unsized(RUNNING[name]), (X, Y, LABELS), 3, steps=2)
 
 
-@pytest.mark.parametrize("name", sorted(TAKING))
+@pytest.mark.parametrize("name", covering(sorted(TAKING), one_in=4))
 def test_parts_of_the_batch_that_are_not_treated_alike_are_said(name):
     with pytest.warns(UserWarning, match=TAKES):
         build(TAKING[name], (X, Y, LABELS), 3)
 
 
-@pytest.mark.parametrize("name", ["halves against each other", "halves of a network", "the first one", "the last one"])
+@pytest.mark.parametrize("name", covering(
+    ["halves against each other", "halves of a network", "the first one", "the last one"], one_in=4))
 def test_parts_of_a_batch_of_an_unknown_size_that_are_held_against_each_other_are_said(name):
     with pytest.warns(UserWarning, match=TAKES):
         build(unsized(TAKING[name]), (X, Y, LABELS), 3)
 
 
-@pytest.mark.parametrize("model_fn", ALIKE, ids=lambda model_fn: model_fn.__name__)
+@pytest.mark.parametrize("model_fn", covering(ALIKE, one_in=4), ids=lambda model_fn: model_fn.__name__)
 def test_what_treats_all_examples_alike_is_that_of_the_whole_batch_and_passes_in_silence(model_fn, silent):
     assert_equals_one_batch(model_fn, (X, Y, LABELS), 3, steps=2)
 

@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, cpus, run, session, train_by
+from tests.sweeps import covering
 from towers.graph_walk import writes_of
 from towers.testing import assert_equals_one_batch
 
@@ -19,6 +20,12 @@ SGD = tf.train.GradientDescentOptimizer
 def resource(request):
     """Runs a test with variables of both kinds."""
     return request.param == "resource"
+
+
+# Where one kind is enough, it is one or the other in turn; a sweep takes both.
+KINDS = [False, True]
+REF = pytest.mark.parametrize("resource", [False, pytest.param(True, marks=pytest.mark.sweep)])
+RESOURCE = pytest.mark.parametrize("resource", [pytest.param(False, marks=pytest.mark.sweep), True])
 
 
 def variable(name, shape, resource, trainable=True, value=None, seed=0):
@@ -93,29 +100,30 @@ def ordinary(x, _):
     return (x - mean) / tf.sqrt(variance + 1e-3)
 
 
-@pytest.mark.parametrize("num_towers,sizes", [(2, [4, 3]), (3, [1, 4, 2])])
-@pytest.mark.parametrize("bn", ["plain", "synced", "converted"])
-@pytest.mark.parametrize("normalize", SPECTRAL)
-def test_spectral_normalization_trains_as_one_batch(normalize, bn, num_towers, sizes, resource):
+@pytest.mark.parametrize("sizes,bn,normalize,resource", covering(
+    [[4, 3], [1, 4, 2]], ["plain", "synced", "converted"], SPECTRAL, KINDS, also=lambda sizes, bn, normalize, resource: (
+        len(sizes) == 2 and (bn, resource) == ("plain", True) and normalize is not read_anew)))
+def test_spectral_normalization_trains_as_one_batch(sizes, bn, normalize, resource):
     model = spectral_model(normalize, resource, {"plain": lambda x, _: x, "synced": synced, "converted": ordinary}[bn])
     model = tf_syncbn.convert_model(model) if bn == "converted" else model
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        assert_equals_one_batch(model, (X,), num_towers, sizes)
+        assert_equals_one_batch(model, (X,), len(sizes), sizes)
 
 
-@pytest.mark.parametrize("policy", ["first", "all", "last"])
+@pytest.mark.parametrize("policy,resource", covering(["first", "all", "last"], KINDS))
 def test_collected_update_that_is_the_same_in_all_towers_runs_once_under_every_policy(policy, resource):
-    assert_equals_one_batch(spectral_model(collected, resource), (X,), 3, update_ops=policy)
+    assert_equals_one_batch(spectral_model(collected, resource), (X,), 2, update_ops=policy)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late,resource", covering([False, True], KINDS[::-1]))
 def test_spectral_normalization_in_a_cond_trains_as_one_batch(late, resource):
     if not resource and tf.control_flow_v2_enabled():
         pytest.skip("control flow 2 assigns to no ref variable")
-    assert_equals_one_batch(spectral_model(in_cond, resource, late=late), (X,), 3)
+    assert_equals_one_batch(spectral_model(in_cond, resource, late=late), (X,), 2)
 
 
+@RESOURCE
 def test_spectral_updates_in_a_collection_of_their_own_run_once(resource):
     def normalize(w, u):
         new, sigma = power_iteration(w, u)
@@ -149,7 +157,7 @@ def counted(resource, kind):
     return model
 
 
-@pytest.mark.parametrize("kind", ["assign_add", "assign"])
+@pytest.mark.parametrize("kind,resource", covering(["assign_add", "assign"], KINDS))
 def test_step_counted_inside_the_model_counts_once_a_step(kind, resource):
     assert_equals_one_batch(counted(resource, kind), (X,), 3)
     replicas = build(counted(resource, kind), (X,), 3)
@@ -157,6 +165,7 @@ def test_step_counted_inside_the_model_counts_once_a_step(kind, resource):
     assert after["count"] == 4
 
 
+@REF
 def test_step_that_the_output_itself_is_made_of_counts_once(resource):
     def model(x):
         count = variable("count", [], resource, trainable=False, value=0.0)
@@ -166,20 +175,21 @@ def test_step_that_the_output_itself_is_made_of_counts_once(resource):
     assert_equals_one_batch(model, (X,), 3, [2, 4, 1])
 
 
-def test_collected_counter_counts_once_under_every_policy(resource):
+@pytest.mark.parametrize("policy,wanted,resource", [
+    pytest.param(policy, wanted, resource, marks=() if resource == (policy in ("all", "none")) else pytest.mark.sweep)
+    for policy, wanted in (("first", 4), ("all", 4), ("last", 4), ("none", 0)) for resource in KINDS])
+def test_collected_counter_counts_once_under_every_policy(policy, wanted, resource):
     def model(x):
         count = variable("count", [], resource, trainable=False, value=0.0)
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_add(count, 1.0))
         return tf.reduce_mean((x * variable("w", [3], resource, value=0.5)) ** 2)
 
-    for policy, wanted in [("first", 4), ("all", 4), ("last", 4), ("none", 0)]:
-        with tf.Graph().as_default():
-            replicas = build(model, (X,), 3)
-            _, _, after = train_by(towers.minimize(replicas, SGD(0.1), policy), replicas.loss, 4)
-            assert after["count"] == wanted
+    replicas = build(model, (X,), 3)
+    _, _, after = train_by(towers.minimize(replicas, SGD(0.1), policy), replicas.loss, 4)
+    assert after["count"] == wanted
 
 
-@pytest.mark.parametrize("policy", ["first", "all", "last"])
+@pytest.mark.parametrize("policy,resource", covering(["first", "all", "last"], KINDS))
 def test_collected_update_behind_a_layers_update_in_line_runs_once_under_every_policy(policy, resource):
     def model(x):
         y = tf_syncbn.sync_batch_norm(x * variable("w", [3], resource, value=0.5), momentum=0.5, updates_collections=None)
@@ -188,9 +198,10 @@ def test_collected_update_behind_a_layers_update_in_line_runs_once_under_every_p
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(average, 0.2 * tf.stop_gradient(average - of_all)))
         return tf.reduce_mean(tf.sin(y))
 
-    assert_equals_one_batch(model, (X,), 3, update_ops=policy)
+    assert_equals_one_batch(model, (X,), 2, update_ops=policy)
 
 
+@RESOURCE
 def test_moving_average_of_a_weight_inside_the_model_trains_as_one_batch(resource):
     if tf.control_flow_v2_enabled() and not resource:
         pytest.skip("TensorFlow's own tf.cond of control flow 2 reads a ref variable that may hold nothing yet")
@@ -227,8 +238,7 @@ def trained_in_a_loop(model, sizes, resource, steps=4):
             return made.run({v.op.name: v for v in tf.global_variables()})
 
 
-@pytest.mark.parametrize("value", ["count", "gathered"])
-@pytest.mark.parametrize("sizes", [[2, 5], [3, 3, 1]])
+@pytest.mark.parametrize("value,sizes,resource", covering(["count", "gathered"], [[2, 5], [3, 3, 1]], KINDS))
 def test_state_of_towers_inside_a_loop_trains_as_one_batch(resource, sizes, value):
     def model(x):
         state, w = variable("state", [3], resource, trainable=False), variable("w", [3], resource)
@@ -242,6 +252,7 @@ def test_state_of_towers_inside_a_loop_trains_as_one_batch(resource, sizes, valu
         np.testing.assert_allclose(several[name], wanted, atol=1e-12)
 
 
+@RESOURCE
 def test_own_state_of_towers_inside_a_loop_is_written_in_the_order_of_the_towers(resource):
     def model(x):
         state = variable("state", [3], resource, trainable=False)
@@ -308,6 +319,7 @@ def test_placeholders_of_two_towers_are_not_the_same_value(resource):
         assert made.run(tf.global_variables()[0]) == 2.0
 
 
+@REF
 def test_moving_average_of_what_all_towers_gathered_trains_as_one_batch(resource):
     def model(x):
         center = variable("center", [3], resource, trainable=False, value=0.1)
@@ -333,7 +345,7 @@ def test_moving_average_of_a_towers_own_batch_moves_in_their_order_and_is_warned
     for _ in range(4):
         for part in np.array_split(X, 3):
             expected = 0.9 * expected + 0.1 * part.mean(0)
-    for _ in range(5):
+    for _ in range(3):
         after = train_by(train_op, replicas.loss, 4)[2]
         np.testing.assert_allclose(after["center"], expected, rtol=1e-12)
 
@@ -351,10 +363,10 @@ def center_loss(resource):
 
 
 @pytest.mark.filterwarnings("ignore:Each tower writes")
-@pytest.mark.parametrize("num_towers,sizes", [(2, [4, 3]), (3, [1, 4, 2])])
-def test_center_loss_trains_as_one_batch_since_its_writes_add_up(num_towers, sizes, resource):
-    for _ in range(3):
-        assert_equals_one_batch(center_loss(resource), (X, np.array([0, 1, 1, 2, 3, 0, 1])), num_towers, sizes)
+@pytest.mark.parametrize("sizes,resource", covering([[4, 3], [1, 4, 2]], KINDS))
+def test_center_loss_trains_as_one_batch_since_its_writes_add_up(sizes, resource):
+    batch = X, np.array([0, 1, 1, 2, 3, 0, 1])
+    assert_equals_one_batch(center_loss(resource), batch, len(sizes), sizes, steps=15)
 
 
 def test_center_loss_is_warned_of_once_a_build(resource):
@@ -391,12 +403,12 @@ def queue_model(resource, own):
     return model
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("num_towers,sizes", [(2, [4, 3]), (3, [1, 4, 2])])
-def test_memory_queue_trains_as_one_batch(own, num_towers, sizes, resource):
+@pytest.mark.parametrize("own,sizes,resource", covering(
+    [False, True], [[4, 3], [1, 4, 2]], KINDS, also=lambda own, sizes, resource: own and len(sizes) == 2 and not resource))
+def test_memory_queue_trains_as_one_batch(own, sizes, resource):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if own else "error", UserWarning)
-        assert_equals_one_batch(queue_model(resource, own), (X,), num_towers, sizes)
+        assert_equals_one_batch(queue_model(resource, own), (X,), len(sizes), sizes)
 
 
 def test_memory_queue_of_a_towers_own_keys_is_warned_of(resource):
@@ -422,17 +434,19 @@ def initialized_by_data(resource, gather):
     return model
 
 
+@RESOURCE
 def test_weight_normalization_initialized_by_all_data_trains_as_one_batch(resource):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert_equals_one_batch(initialized_by_data(resource, towers.all_gather), (X,), 3, [1, 4, 2])
 
 
+@REF
 def test_weight_normalization_initialized_by_a_towers_own_data_is_warned_of_and_the_same_from_run_to_run(resource):
     with pytest.warns(UserWarning, match="writes the variable 'g'"):
         replicas = build(initialized_by_data(resource, tf.identity), (X,), 3)
     train_op = towers.minimize(replicas, SGD(0.1))
-    runs = {tuple(float(np.sum(v)) for _, v in sorted(train_by(train_op, replicas.loss, 3)[2].items())) for _ in range(10)}
+    runs = {tuple(float(np.sum(v)) for _, v in sorted(train_by(train_op, replicas.loss, 3)[2].items())) for _ in range(5)}
     assert len(runs) == 1
 
 
@@ -450,23 +464,24 @@ def test_reads_of_averages_come_before_any_towers_update(resource):
     assert_equals_one_batch(model, (X,), 3, [1, 4, 2])
 
 
-def test_updates_of_a_towers_own_data_are_left_to_the_policy_and_write_after_all_reads(resource):
+@pytest.mark.parametrize("policy,chosen,resource", [
+    pytest.param(policy, chosen, resource, marks=() if resource == (policy == "all") else pytest.mark.sweep)
+    for policy, chosen in (("first", [0]), ("all", [0, 1, 2]), ("last", [2])) for resource in KINDS])
+def test_updates_of_a_towers_own_data_are_left_to_the_policy_and_write_after_all_reads(policy, chosen, resource):
     def model(x):
         moving = variable("moving", [3], resource, trainable=False, value=0.2)
         y = tf.tanh(x * variable("w", [3], resource, value=0.5) - moving)
         tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(moving, 0.5 * moving + 0.5 * tf.reduce_mean(x, 0)))
         return tf.reduce_mean(y ** 2)
 
-    for policy, chosen in [("first", [0]), ("all", [0, 1, 2]), ("last", [2])]:
-        with tf.Graph().as_default():
-            replicas = build(model, (X,), 3)
-            losses, _, after = train_by(towers.minimize(replicas, SGD(0.0), policy), replicas.loss, 4)
-        moving = np.full(3, 0.2)
-        for loss in losses:
-            assert loss == pytest.approx((np.tanh(X * 0.5 - moving) ** 2).mean(), rel=1e-12)
-            for i in chosen:
-                moving = 0.5 * moving + 0.5 * np.array_split(X, 3)[i].mean(0)
-        np.testing.assert_allclose(after["moving"], moving, rtol=1e-12)
+    replicas = build(model, (X,), 3)
+    losses, _, after = train_by(towers.minimize(replicas, SGD(0.0), policy), replicas.loss, 4)
+    moving = np.full(3, 0.2)
+    for loss in losses:
+        assert loss == pytest.approx((np.tanh(X * 0.5 - moving) ** 2).mean(), rel=1e-12)
+        for i in chosen:
+            moving = 0.5 * moving + 0.5 * np.array_split(X, 3)[i].mean(0)
+    np.testing.assert_allclose(after["moving"], moving, rtol=1e-12)
 
 
 def test_a_write_of_tower_0_alone_is_read_by_all_towers_as_it_reads_it(resource):

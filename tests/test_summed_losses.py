@@ -7,6 +7,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests.support import build
+from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 B, C = 12, 4
@@ -365,21 +366,51 @@ def of_unknown_size(model):
     return lambda x: model(tf.placeholder_with_default(x, [None, C]))
 
 
+def divided_by(num_towers):
+    return WORDS + r".* over %d towers .* come to 1/%d" % (num_towers, num_towers)
+
+
+def assert_differs_from_one_batch(model, batch, num_towers, sizes=None):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(model, batch, num_towers, sizes)
+
+
+def build_sizes(model, sizes):
+    """Builds towers of so many examples, which are known while the graph is built."""
+    build(model, towers.PerTower([tf.placeholder(X.dtype, [size, C]) for size in sizes]), len(sizes))
+
+
+@pytest.mark.parametrize("name", covering(sorted(SUMS), one_in=4))
+def test_a_sum_over_examples_is_said(name):
+    with pytest.warns(UserWarning, match=divided_by(2)):
+        build(SUMS[name], batch_for(name), 2)
+    with pytest.warns(UserWarning, match=divided_by(3)):
+        build(of_unknown_size(SUMS[name]), batch_for(name), 3)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(SUMS))
 @pytest.mark.parametrize("num_towers", [2, 3])
 def test_a_sum_over_examples_is_not_what_one_tower_trains_by_and_is_said(name, num_towers):
     for model in (SUMS[name], of_unknown_size(SUMS[name])):
-        with pytest.warns(UserWarning, match=WORDS + r".* over %d towers .* come to 1/%d" % (num_towers, num_towers)):
+        with pytest.warns(UserWarning, match=divided_by(num_towers)):
             build(model, batch_for(name), num_towers)
-    with pytest.warns(UserWarning), pytest.raises(AssertionError):
-        assert_equals_one_batch(SUMS[name] if num_towers == 2 else model, batch_for(name), num_towers)
+    assert_differs_from_one_batch(SUMS[name] if num_towers == 2 else model, batch_for(name), num_towers)
 
 
+@pytest.mark.parametrize("name,sizes", covering(sorted(SUMS_OF_KNOWN_SIZE), [[6, 6], [4] * 3, [2] * 6], one_in=4))
+def test_a_sum_over_a_list_of_each_examples_own_is_said_too(name, sizes):
+    with pytest.warns(UserWarning, match=WORDS):
+        build_sizes(SUMS_OF_KNOWN_SIZE[name], sizes)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(SUMS_OF_KNOWN_SIZE))
 @pytest.mark.parametrize("sizes", [[6, 6], [4] * 3, [2] * 6])
-def test_a_sum_over_a_list_of_each_examples_own_is_said_too(name, sizes):
-    with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
-        assert_equals_one_batch(SUMS_OF_KNOWN_SIZE[name], (X,), len(sizes), sizes)
+def test_a_sum_over_a_list_of_each_examples_own_is_not_what_one_tower_trains_by(name, sizes):
+    assert_differs_from_one_batch(SUMS_OF_KNOWN_SIZE[name], (X,), len(sizes), sizes)
 
 
 def test_a_list_of_some_examples_is_none_of_all(silent):
@@ -387,24 +418,41 @@ def test_a_list_of_some_examples_is_none_of_all(silent):
     build(lambda x: tf.add_n(norms(x, by_turns)) / 5, (X,), 3)
 
 
+@pytest.mark.parametrize("name", covering(sorted(MEANS), one_in=4))
+def test_a_mean_over_examples_passes_in_silence(name, silent):
+    build(MEANS[name], batch_for(name), 2)
+    build(of_unknown_size(MEANS[name]), batch_for(name), 3)
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sorted(MEANS))
 @pytest.mark.parametrize("num_towers", [2, 3])
 def test_a_mean_over_examples_is_one_towers_and_passes_in_silence(name, num_towers, silent):
     for model in (MEANS[name], of_unknown_size(MEANS[name])):
         build(model, batch_for(name), num_towers)
-    assert_equals_one_batch(MEANS[name] if num_towers == 2 else model, batch_for(name), num_towers)
+        assert_equals_one_batch(model, batch_for(name), num_towers)
 
 
-@pytest.mark.parametrize("name", sorted(MEANS_OF_KNOWN_SIZE))
-@pytest.mark.parametrize("num_towers,sizes", [(2, None), (3, None), (4, None), (3, [1, 7, 4])])
-def test_a_mean_by_the_number_of_the_towers_own_examples_passes_in_silence(name, num_towers, sizes, silent):
-    assert_equals_one_batch(MEANS_OF_KNOWN_SIZE[name], (X,), num_towers, sizes)
+SPLITS = [[6, 6], [4] * 3, [3] * 4, [1, 7, 4]]
+SIZES_OF_LISTS = [[6, 6], [4] * 3, [3] * 4, [1] * 12]
 
 
-@pytest.mark.parametrize("name", sorted(MEANS_OF_LISTS))
-@pytest.mark.parametrize("num_towers", [2, 3, 4, 12])
-def test_a_mean_over_a_list_of_each_examples_own_passes_in_silence(name, num_towers, silent):
-    assert_equals_one_batch(MEANS_OF_LISTS[name], (X,), num_towers)
+@pytest.mark.parametrize("name,sizes", covering(sorted(MEANS_OF_KNOWN_SIZE), SPLITS, one_in=4))
+def test_a_mean_by_the_number_of_the_towers_own_examples_passes_in_silence(name, sizes, silent):
+    build_sizes(MEANS_OF_KNOWN_SIZE[name], sizes)
+
+
+@pytest.mark.parametrize("name,sizes", covering(sorted(MEANS_OF_LISTS), SIZES_OF_LISTS, one_in=4))
+def test_a_mean_over_a_list_of_each_examples_own_passes_in_silence(name, sizes, silent):
+    build_sizes(MEANS_OF_LISTS[name], sizes)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("table,name,sizes", [
+    (table, name, sizes) for table, splits in ((MEANS_OF_KNOWN_SIZE, SPLITS), (MEANS_OF_LISTS, SIZES_OF_LISTS))
+    for name in sorted(table) for sizes in splits])
+def test_a_mean_over_examples_of_a_known_number_is_one_towers(table, name, sizes):
+    assert_equals_one_batch(table[name], (X,), len(sizes), sizes)
 
 
 def models_of(name, either, known, unknown=()):
@@ -413,40 +461,75 @@ def models_of(name, either, known, unknown=()):
     return [known[name] if name in known else of_unknown_size(unknown[name])]
 
 
-@pytest.mark.parametrize("name", sorted({**DECAYS, **DECAYS_OF_KNOWN_SIZE, **DECAYS_OF_UNKNOWN_SIZE}))
-@pytest.mark.parametrize("sizes", [[6, 6], [3, 5, 4], [2] * 6])
+NAMES_OF_DECAYS = sorted({**DECAYS, **DECAYS_OF_KNOWN_SIZE, **DECAYS_OF_UNKNOWN_SIZE})
+SIZES_OF_DECAYS = [[6, 6], [3, 5, 4], [2] * 6]
+
+
+@pytest.mark.parametrize("name,sizes", covering(NAMES_OF_DECAYS, SIZES_OF_DECAYS, one_in=4))
 def test_a_decay_by_the_number_of_a_towers_examples_is_several_times_that_of_one_tower_and_is_said(name, sizes):
     for model in models_of(name, DECAYS, DECAYS_OF_KNOWN_SIZE, DECAYS_OF_UNKNOWN_SIZE):
         with pytest.warns(UserWarning, match=OF_VARIABLES + r".* come to %d times" % len(sizes)):
-            with pytest.raises(AssertionError):
-                assert_equals_one_batch(model, (X,), len(sizes), sizes)
+            build_sizes(model, sizes)
 
 
-@pytest.mark.parametrize("name", sorted({**RIGHT_DECAYS, **RIGHT_DECAYS_OF_KNOWN_SIZE}))
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES_OF_DECAYS)
+@pytest.mark.parametrize("sizes", SIZES_OF_DECAYS)
+def test_a_decay_by_the_number_of_a_towers_examples_is_not_what_one_tower_trains_by(name, sizes):
+    for model in models_of(name, DECAYS, DECAYS_OF_KNOWN_SIZE, DECAYS_OF_UNKNOWN_SIZE):
+        assert_differs_from_one_batch(model, (X,), len(sizes), sizes)
+
+
+NAMES_OF_RIGHT_DECAYS = sorted({**RIGHT_DECAYS, **RIGHT_DECAYS_OF_KNOWN_SIZE})
+
+
+@pytest.mark.parametrize("name,num_towers", covering(NAMES_OF_RIGHT_DECAYS, [2, 3, 6], one_in=4))
+def test_a_decay_beside_a_mean_passes_in_silence(name, num_towers, silent):
+    for model in models_of(name, RIGHT_DECAYS, RIGHT_DECAYS_OF_KNOWN_SIZE):
+        build(model, (X,), num_towers)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", NAMES_OF_RIGHT_DECAYS)
 @pytest.mark.parametrize("num_towers", [2, 3, 6])
-def test_a_decay_beside_a_mean_is_one_towers_and_passes_in_silence(name, num_towers, silent):
+def test_a_decay_beside_a_mean_is_one_towers(name, num_towers):
     for model in models_of(name, RIGHT_DECAYS, RIGHT_DECAYS_OF_KNOWN_SIZE):
         assert_equals_one_batch(model, (X,), num_towers)
 
 
-@pytest.mark.parametrize("name", sorted(SUMS_AND_FACTORS))
-@pytest.mark.parametrize("num_towers", [3, 6, 12])
+# Of six towers each has two examples, and a half may be taken for one over their number.
+@pytest.mark.parametrize("name,num_towers", covering(sorted(SUMS_AND_FACTORS), [6, 3, 12], one_in=4))
 def test_a_factor_beside_the_number_of_the_whole_batch_is_none_of_a_towers_examples(name, num_towers):
-    with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
-        assert_equals_one_batch(SUMS_AND_FACTORS[name], (X,), num_towers)
+    with pytest.warns(UserWarning, match=WORDS):
+        build_sizes(SUMS_AND_FACTORS[name], [B // num_towers] * num_towers)
 
 
-@pytest.mark.parametrize("name", sorted(SUMS_OF_HALVES))
+@pytest.mark.sweep
+@pytest.mark.parametrize("name,num_towers", [(name, n) for name in sorted(SUMS_AND_FACTORS) for n in (3, 6, 12)] + [
+    (name, 2) for name in sorted(SUMS_OF_HALVES)])
+def test_a_sum_with_a_factor_is_not_what_one_tower_trains_by(name, num_towers):
+    assert_differs_from_one_batch({**SUMS_AND_FACTORS, **SUMS_OF_HALVES}[name], (X,), num_towers)
+
+
+@pytest.mark.parametrize("name", covering(sorted(SUMS_OF_HALVES), one_in=4))
 def test_the_two_of_half_a_sum_is_not_the_number_of_towers(name):
-    with pytest.warns(UserWarning, match=WORDS), pytest.raises(AssertionError):
-        assert_equals_one_batch(SUMS_OF_HALVES[name], (X,), 2)
+    with pytest.warns(UserWarning, match=WORDS):
+        build_sizes(SUMS_OF_HALVES[name], [6, 6])
 
 
+@pytest.mark.parametrize("weight,num_towers", covering([0.5, 0.25, 0.1, 3.0, 1.0 / B], [6, 12], one_in=4))
+def test_a_mean_over_one_or_two_examples_may_have_a_weight(weight, num_towers, silent):
+    sizes = [B // num_towers] * num_towers
+    build_sizes(lambda x: weight * tf.reduce_sum(squares(x)) / int(x.shape[0]), sizes)
+    build_sizes(lambda x: weight * tf.reduce_sum(squares(x)) / (int(x.shape[0]) * C), sizes)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("weight", [0.5, 0.25, 0.1, 3.0, 1.0 / B])
 @pytest.mark.parametrize("num_towers", [6, 12])
-def test_a_mean_over_one_or_two_examples_may_have_a_weight(num_towers, silent):
-    for weight in (0.5, 0.25, 0.1, 3.0, 1.0 / B):
-        assert_equals_one_batch(lambda x: weight * tf.reduce_sum(squares(x)) / int(x.shape[0]), (X,), num_towers)
-        assert_equals_one_batch(lambda x: weight * tf.reduce_sum(squares(x)) / (int(x.shape[0]) * C), (X,), num_towers)
+def test_a_mean_over_one_or_two_examples_with_a_weight_is_one_towers(weight, num_towers):
+    assert_equals_one_batch(lambda x: weight * tf.reduce_sum(squares(x)) / int(x.shape[0]), (X,), num_towers)
+    assert_equals_one_batch(lambda x: weight * tf.reduce_sum(squares(x)) / (int(x.shape[0]) * C), (X,), num_towers)
 
 
 def test_a_mean_over_as_many_entries_as_the_whole_batch_has_examples_passes_in_silence(silent):

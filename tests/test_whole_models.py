@@ -15,9 +15,9 @@ from tests.whole_model_training import difference, on_towers, rounding, without_
 from tests.whole_models import Layer, all_features, cases, features, is_converted
 
 ALLOWED = 1e-9
-CASES = hypothesis.settings.default.max_examples if "HYPOTHESIS_CASES" in os.environ else 10
+CASES = hypothesis.settings.default.max_examples if "HYPOTHESIS_CASES" in os.environ else 5
 FEW = hypothesis.settings(max_examples=CASES)
-FEWER = hypothesis.settings(max_examples=max(CASES // 10, 5))
+FEWER = hypothesis.settings(max_examples=max(CASES // 10, 2))
 
 
 @FEW
@@ -47,7 +47,7 @@ def test_one_batch_norm_that_is_not_synced_is_found_in_any_model(case, place, fo
         assert difference(without_towers(case), several)[0] > 1e-6
 
 
-@hypothesis.settings(max_examples=max(CASES // 10, 20))  # towers are built, and nothing is run
+@hypothesis.settings(max_examples=max(CASES // 10, 8))  # towers are built, and nothing is run
 @hypothesis.given(st.sampled_from(sorted(REFUSED)), cases(numbers_of_towers=(2, 3)), st.integers(0, 6))
 def test_what_can_not_be_exact_is_refused_in_any_model(why, case, place):
     _, converted, message = REFUSED[why]
@@ -60,6 +60,7 @@ def test_what_can_not_be_exact_is_refused_in_any_model(why, case, place):
         on_towers(case)
 
 
+@pytest.mark.sweep
 def test_everything_that_may_be_drawn_is_drawn():
     """Descriptions alone, of which none is built."""
     missing = all_features()

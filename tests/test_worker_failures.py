@@ -2,30 +2,37 @@
 
 The scripts train on two workers without towers.
 """
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import tensorflow.compat.v1 as tf
 
-from towers.launch import free_ports
+from tests.processes import ROOT, cluster
 from towers.workers.cluster import ALONE
 from towers.workers.sessions import Hook
 from towers.workers.watchdog import DEAD, Watchdog
 
-ROOT = str(Path(__file__).parent.parent)
+# The process is the worker that will wait, and its fork the other one, which says nothing.
 CONNECTED = """
 import os, signal, sys, time
 import tensorflow.compat.v1 as tf
 tf.disable_eager_execution()
 import towers
-print("imported", flush=True)
-sys.stdin.readline()
+other = os.fork()
+if other:
+    print(other, flush=True)
+else:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+os.environ["TF_CONFIG"] = sys.argv[1 if other else 2]
 workers = towers.workers.connect(time_limit=%d)
 """
 STEPS = CONNECTED + """
@@ -61,44 +68,38 @@ with tf.train.MonitoredTrainingSession(workers.target, config=workers.session_co
 """
 
 
-def two_workers(script):
-    """Starts two workers, which connect when both have imported TensorFlow: on a busy machine one may take seconds longer."""
-    addresses = ["localhost:%d" % port for port in free_ports(2)]
-    workers = [subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        universal_newlines=True, env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3", TF_CONFIG=json.dumps(
-            {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}))) for rank in (0, 1)]
-    for worker in workers:
-        assert worker.stdout.readline() == "imported\n"
-    for worker in workers:
-        go_on(worker)
-    return workers
-
-
-def go_on(worker):
-    worker.stdin.write("\n")
-    worker.stdin.flush()
+@contextlib.contextmanager
+def started(script, waiting):
+    """Starts two workers, and kills both at the end; yields the process of the one of them whose number is `waiting`."""
+    configs = [json.dumps(config) for config in cluster(2)]
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script, configs[waiting], configs[1 - waiting]], cwd=ROOT, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, universal_newlines=True, env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"))
+    other = worker.stdout.readline()
+    try:
+        yield worker
+    finally:
+        worker.kill()
+        worker.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(other), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("wrong,time_limit,message", [
     ("os.kill(os.getpid(), signal.SIGKILL)", 300, "for worker 1 .*, which has ended, or never began"),
-    ("sys.exit(0)", 300, "for worker 1 .*, which has ended, or never began"),
+    pytest.param("sys.exit(0)", 300, "for worker 1 .*, which has ended, or never began", marks=pytest.mark.sweep),
     ("os.kill(os.getpid(), signal.SIGSTOP)", 5, "for worker 1 .*, which does not answer: it is stopped, or hangs"),
     ("time.sleep(60)", 5, r"the time limit\. All others answer \(worker 1 .*\), so one of them comes to no such step"),
 ])
 def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, time_limit, message):
-    workers = two_workers(STEPS.replace("WRONG", wrong) % time_limit)
-    try:
-        assert any(line == "step 2\n" for line in workers[0].stdout)
-        go_on(workers[1])  # worker 0 has its last step whole
+    with started(STEPS.replace("WRONG", wrong) % time_limit, 0) as worker:
+        assert any(line == "step 2\n" for line in worker.stdout)
+        worker.stdin.write("\n")  # worker 0 has its last step whole, and worker 1 may go on
+        worker.stdin.flush()
         began = time.time()
-        _, err = workers[0].communicate(timeout=60)
+        _, err = worker.communicate(timeout=60)
         assert time.time() - began < 40
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert workers[0].returncode == DEAD, err
+    assert worker.returncode == DEAD, err
     last = err.strip().split("\n")[-1]
     assert re.search(r"^error: Worker 0 \(localhost:\d+\) waited \d+ seconds in run \d+ of its session.*" + message, last), err
     assert "Traceback" not in err
@@ -107,14 +108,9 @@ def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, time_limit, m
 @pytest.mark.parametrize("script,what", [(BUILDING, "(what they have to tell|its start)"),
                                          (MONITORED, r"(run \d+ of its session|its start)")])
 def test_whatever_finds_it_first_the_end_of_the_chief_is_one_sentence(script, what):
-    workers = two_workers(script)
-    try:
-        _, err = workers[1].communicate(timeout=60)
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.communicate()
-    assert workers[1].returncode == DEAD, err
+    with started(script, 1) as worker:
+        _, err = worker.communicate(timeout=60)
+    assert worker.returncode == DEAD, err
     assert re.search(r"^error: Worker 1 \(localhost:\d+\) waited \d+ seconds in %s for worker 0 .*, which has ended" % what,
                      err.strip().split("\n")[-1]), err
 

@@ -1,8 +1,6 @@
 """Several processes train as one: worker processes on loopback, held against one process without our code."""
-import contextlib
 import json
 import re
-import socket
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import towers
 from tests import worker_programs
 from tests.batch_norm_oracle import gradients, largest, normalized
 from tests.conftest import BEHAVIOUR
-from tests.processes import cluster, run_workers, started
+from tests.processes import cluster, run_in, run_workers
 from tests.support import cpus, session, train_by, train_plainly
 
 
@@ -26,88 +24,109 @@ def saved(path):
         return {name.replace("|", "/"): arrays[name] for name in arrays.files}
 
 
-def succeed(results):
-    for status, output in results:
-        assert status == 0, output
-
-
 def assert_equal(found, expected, tolerance):
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-# Each case: which model, a list over workers of their towers' batches, whether sizes are known, and the update ops. Those of one
-# number of workers run in the same processes, since most of the time is TensorFlow's import.
+# Each case: which model, a list over workers of their towers' batches, whether sizes are known, and the update ops.
 CASES = {
-    2: {"one_each": ("whole", [[5], [2]], True, "first"), "two_each": ("whole", [[3, 1], [4, 2]], True, "first"),
-        "unequal": ("whole", [[4], [3, 2]], True, "first"), "first": ("split", [[3, 1], [4, 2]], True, "first"),
-        "last": ("split", [[3, 1], [4, 2]], True, "last")},
-    3: {"unknown": ("whole", [[2], [5], [1]], False, "first"), "empty": ("whole", [[3, 0], [4, 2], [1, 2]], False, "first")}}
-WHOLE = [(count, name) for count, cases in CASES.items() for name, case in cases.items() if case[0] == "whole"]
+    "two": {"unequal": ("whole", [[4], [3, 2]], True, "first"), "last": ("split", [[3, 1], [4, 2]], True, "last")},
+    "three": {"empty": ("whole", [[3, 0], [4], [1, 2]], False, "first")},
+    "two as many": {"one_each": ("whole", [[5], [2]], True, "first"), "two_each": ("whole", [[3, 1], [4, 2]], True, "first"),
+                    "first": ("split", [[3, 1], [4, 2]], True, "first")}}
+IN_SWEEP = "two as many"
+WHOLE = [pytest.param(group, name, marks=pytest.mark.sweep if group == IN_SWEEP else ())
+         for group, cases in CASES.items() for name, case in cases.items() if case[0] == "whole"]
+REFUSED = dict([  # in this order: worker 1 has more graphs than worker 0 after the second
+    ("forget", "Every worker began with variables of its own"),
+    ("exchange", "Workers differ in their exchanges: worker 0 has 0 of them and worker 1 has 1. Where they first differ, at "
+                 "number 0, worker 0 has no more and worker 1 \"all_reduce sum 'all_reduce' of float64"),
+    ("variable", r"Workers differ in their gradients: .* at number 1, worker 0 has 'b0, .*' and worker 1 'b1, "),
+    ("momentum", "Workers differ in their exchanges: .*momentum 0.9.*momentum 0.91"),
+    ("gradients", "Workers differ in their gradients: worker 0 has 2 of them and worker 1 has 1. "),
+    ("state", "Every worker would write another value into the variable 'state'"),
+    ("random", "Every worker would write another value into the variable 'state'"),
+    ("all", "The updates of several workers' towers can't run one after the other, and 'average' is updated by each tower alone"),
+    ("loss", "The gradient of replicas.loss .* is taken, and with several workers it is that of this worker's towers alone"),
+])
+# What else the workers of a group run after they have trained its cases; the last is what no behaviour has a part in.
+BESIDE = {"two": ([["gpu_layer"]], [["plain", "compute"], ["plain", "apply"], ["drift"], ["fail", list(REFUSED)]]),
+          "three": ([], [["reductions"]]), "two as many": ([], [])}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Returns a function of a number of workers that returns the folder where their cases were saved."""
-    folders = {}
+def ran(tmp_path_factory):
+    """Returns a function of a group that returns the folder where its workers saved what they found, and what each said."""
+    found = {}
 
-    def run(count):
-        if count not in folders:
-            folders[count] = tmp_path_factory.mktemp("trained")
-            succeed(run_workers(count, "train", folders[count], json.dumps(CASES[count])))
-        return folders[count]
+    def run(group):
+        if group not in found:
+            folder = tmp_path_factory.mktemp("ran")
+            found[group] = folder, None  # what has failed is not run anew
+            (_, first, *_), *_ = CASES[group].values()
+            always, else_once = BESIDE[group]
+            programs = [["train", CASES[group]]] + always + (else_once if BEHAVIOUR != "graph" else [])
+            results = run_workers(len(first), "several", folder, json.dumps(programs))
+            for status, output in results:
+                assert status == 0, output
+            found[group] = folder, [output for _, output in results]
+        assert found[group][1], "The workers of this group have failed in the first test of it."
+        return found[group]
     return run
 
 
-@pytest.mark.parametrize("count,name", WHOLE)
-def test_workers_train_as_one_tower_on_the_whole_batch(trained, count, name):
-    sizes = sum(CASES[count][name][1], [])
-    ends = [[saved(trained(count) / ("%s_%d_%d.npz" % (name, rank, turn))) for turn in range(3)] for rank in range(count)]
+@pytest.mark.parametrize("group,name", WHOLE)
+def test_workers_train_as_one_tower_on_the_whole_batch(ran, group, name):
+    _, of_workers, known, _ = CASES[group][name]
+    sizes, folder = sum(of_workers, []), ran(group)[0]
+    ends = [[saved(folder / ("%s_%d_%d.npz" % (name, rank, turn))) for turn in range(3 if known else 2)]
+            for rank in range(len(of_workers))]
     for of_worker in ends:
         for variable in set(of_worker[0]) - {"index"}:
             for end in of_worker[:2]:  # another session, too
                 np.testing.assert_array_equal(end[variable], ends[0][0][variable], variable)
-            np.testing.assert_array_equal(of_worker[2][variable], ends[0][2][variable], variable)
-        # Five steps in one call. Not to the bit: in a loop Grappler of TensorFlow 1.15 may make (x gamma) r of x (gamma r), the
+            for many, of_first in zip(of_worker[2:], ends[0][2:]):
+                np.testing.assert_array_equal(many[variable], of_first[variable], variable)
+        # All steps in one call. Not to the bit: in a loop Grappler of TensorFlow 1.15 may make (x gamma) r of x (gamma r), the
         # product of three factors of one tower's batch norm. Which it makes depends on addresses in memory.
-        many = {variable: value for variable, value in of_worker[2].items() if variable != "index"}
-        assert_equal(of_worker[0], many, 1e-9)
+        for many in of_worker[2:]:
+            assert_equal(of_worker[0], {variable: value for variable, value in many.items() if variable != "index"}, 1e-9)
     assert np.concatenate([end[0]["index"] for end in ends]).tolist() == list(range(len(sizes)))
     assert ends[0][0]["weight"] == sum(sizes)
     # One tower on the whole batch: outside of towers the layer is plain batch norm, and nothing crosses.
     outputs = worker_programs.model()(*map(tf.constant, worker_programs.examples(sum(sizes))))
-    losses, _, after = train_plainly(outputs["loss"], tf.train.MomentumOptimizer(0.01, 0.9), 5)
+    losses, _, after = train_plainly(outputs["loss"], tf.train.MomentumOptimizer(0.01, 0.9), worker_programs.STEPS)
     assert set(after) | {"losses", "weight", "index"} == set(ends[0][0])
     assert_equal(ends[0][0], dict(after, losses=losses), 1e-9)
 
 
-def test_a_layer_by_a_gpus_kernels_is_that_of_all_workers_towers(tmp_path):
-    succeed(run_workers(2, "gpu_layer", tmp_path))
-    x, dy = worker_programs.images_and_slopes()
-    parts = [saved(tmp_path / ("gpu_%d.npz" % rank)) for rank in range(2)]
+def test_a_layer_by_a_gpus_kernels_is_that_of_all_workers_towers(ran):
+    folder, (x, dy) = ran("two")[0], worker_programs.images_and_slopes()
+    parts = [saved(folder / ("gpu_%d.npz" % rank)) for rank in range(2)]
     found = [np.concatenate([part[name] for part in parts]) for name in ("y", "dx")]
     found += [sum(part[name] for part in parts) for name in ("d_gamma", "d_beta")]
     for value, right in zip(found, (normalized(x, 3, 1.0, 0.0)[0], *gradients(x, dy, 3, np.ones(6)))):
         assert largest(value - right) <= 1e-5 * largest(right)
 
 
-@pytest.mark.parametrize("update_ops", ["first", "last"])
-def test_two_workers_with_two_towers_are_four_towers(trained, update_ops):
+@pytest.mark.parametrize("group,update_ops", [("two", "last"), pytest.param(IN_SWEEP, "first", marks=pytest.mark.sweep)])
+def test_two_workers_with_two_towers_are_four_towers(ran, group, update_ops):
     x, labels = worker_programs.examples(10)
     ends = np.cumsum([0, 3, 1, 4, 2])
     batch = towers.PerTower([(x[a:b], labels[a:b]) for a, b in zip(ends, ends[1:])])
     replicas = towers.TowerBuilder(cpus(4)).build(worker_programs.split_model(), batch)
     train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
-    losses, _, after = train_by(train_op, replicas.loss, 5)
+    losses, _, after = train_by(train_op, replicas.loss, worker_programs.STEPS)
     for rank in range(2):
-        assert_equal(saved(trained(2) / ("%s_%d_0.npz" % (update_ops, rank))), dict(after, losses=losses), 1e-12)
+        assert_equal(saved(ran(group)[0] / ("%s_%d_0.npz" % (update_ops, rank))), dict(after, losses=losses), 1e-12)
     assert np.abs(after["average"]).max() > 0.01 and np.abs(after["u"] - 1).max() > 0.01  # both were written
 
 
 @once
 @pytest.mark.parametrize("way", ["compute", "apply"])
-def test_a_graph_without_towers_trains_as_on_the_whole_batch(tmp_path, way):
-    succeed(run_workers(2, "plain", tmp_path, way))
+def test_a_graph_without_towers_trains_as_on_the_whole_batch(ran, way):
+    folder = ran("two")[0]
     loss = worker_programs.plain_loss(tf.constant(worker_programs.examples(12)[0]))
     optimizer, step = tf.train.AdamOptimizer(0.01), tf.train.get_or_create_global_step()
     pairs = optimizer.compute_gradients(loss)
@@ -116,16 +135,15 @@ def test_a_graph_without_towers_trains_as_on_the_whole_batch(tmp_path, way):
         gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
     _, _, after = train_by(optimizer.apply_gradients(zip(gradients, [v for _, v in pairs]), step), loss, 3)
     for rank in range(2):
-        assert_equal(saved(tmp_path / ("%d.npz" % rank)), after, 1e-9)
-    checkpoint = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(tmp_path / "checkpoints")))
+        assert_equal(saved(folder / ("%s_%d.npz" % (way, rank))), after, 1e-9)
+    checkpoint = tf.train.load_checkpoint(tf.train.latest_checkpoint(str(folder / way)))
     assert checkpoint.get_tensor("global_step") == 3 and set(checkpoint.get_variable_to_shape_map()) == set(after)
 
 
 @once
-def test_tensors_are_summed_over_three_workers_with_their_gradients(tmp_path):
-    succeed(run_workers(3, "reductions", tmp_path))
+def test_tensors_are_summed_over_three_workers_with_their_gradients(ran):
     for rank in range(3):
-        found = saved(tmp_path / ("%d.npz" % rank))
+        found = saved(ran("three")[0] / ("reductions_%d.npz" % rank))
         for dtype in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8"):
             np.testing.assert_array_equal(found[dtype], [6, 12], dtype)
         assert found["mean"] == 2
@@ -138,32 +156,16 @@ def test_tensors_are_summed_over_three_workers_with_their_gradients(tmp_path):
         assert [each["rank"] for each in told] == [0, 1, 2] and [len(each["long"]) for each in told] == [5, 10, 15]
 
 
-REFUSED = dict([
-    ("forget", "Every worker began with variables of its own"),
-    ("exchange", "Workers differ in their exchanges: worker 0 has 0 of them and worker 1 has 1. Where they first differ, at "
-                 "number 0, worker 0 has no more and worker 1 \"all_reduce sum 'all_reduce' of float64"),
-    ("variable", r"Workers differ in their gradients: .* at number 1, worker 0 has 'b0, .*' and worker 1 'b1, "),
-    ("momentum", "Workers differ in their exchanges: .*momentum 0.9.*momentum 0.91"),
-    ("gradients", "Workers differ in their gradients: worker 0 has 2 of them and worker 1 has 1. "),
-    ("state", "Every worker would write another value into the variable 'state'"),
-    ("random", "Every worker would write another value into the variable 'state'"),
-    ("all", "The updates of several workers' towers can't run one after the other, and 'average' is updated by each tower alone"),
-    ("loss", "The gradient of replicas.loss .* is taken, and with several workers it is that of this worker's towers alone"),
-])
-
-
 @once
-def test_what_differs_or_is_forgotten_is_refused_in_every_worker():
-    for status, output in run_workers(2, "fail", " ".join(REFUSED)):
-        assert status == 0, output
+def test_what_differs_or_is_forgotten_is_refused_in_every_worker(ran):
+    for output in ran("two")[1]:
         for what, message in REFUSED.items():
             assert re.search("^%s is refused: .*%s" % (what, message), output, re.MULTILINE), (what, output)
 
 
 @once
-def test_variables_that_drift_apart_and_draws_that_are_the_same_are_named(tmp_path):
-    for rank, (status, output) in enumerate(run_workers(2, "drift", tmp_path)):
-        assert status == 0, output
+def test_variables_that_drift_apart_and_draws_that_are_the_same_are_named(ran):
+    for output in ran("two")[1]:
         warned, = re.findall("^warned (.*)$", output, re.MULTILINE)
         assert re.match(r"\[\[.Every worker draws the same random numbers at 'tower_0/dropout/.*\(seed \+ workers.rank\)\..\], "
                         r"\[\], \[\]\]", warned), output
@@ -173,23 +175,18 @@ def test_variables_that_drift_apart_and_draws_that_are_the_same_are_named(tmp_pa
 @once
 def test_a_chief_that_never_comes_and_a_port_that_is_taken_are_one_sentence():
     config = cluster(2)[1]
-    chief, port = config["cluster"]["worker"][0], int(config["cluster"]["worker"][1].rpartition(":")[2])
-    with started([config], "connect", 2) as (process,):
-        output = process.communicate(timeout=60)[0]
-    assert "refused: Worker 1 (localhost:%d) waited 2 seconds for worker 0 (%s), which has ended, or never began" % (
-        port, chief) in output and "Traceback" not in output
-    with contextlib.closing(socket.socket(socket.AF_INET6)) as taken:
-        taken.bind(("::", port))
-        taken.listen(1)
-        with started([config], "connect", 2) as (process,):
-            output = process.communicate(timeout=60)[0]
-    assert "refused: The server of worker 1 (localhost:%d) can't be started: its port is taken" % port in output, output
+    addresses = config["cluster"]["worker"]
+    (status, output), = run_in([config], "connect_in_vain")
+    assert status == 0 and "Traceback" not in output, output
+    assert "refused: The server of worker 1 (%s) can't be started: its port is taken" % addresses[1] in output, output
+    assert "refused: Worker 1 (%s) waited 1 seconds for worker 0 (%s), which has ended, or never began" % (
+        addresses[1], addresses[0]) in output, output
 
 
 @once
-def test_a_worker_late_by_half_the_time_limit_is_waited_for():
-    for status, output in run_workers(2, "connect", 12, 6):
-        assert status == 0 and "connected to [0, 1]" in output, output
+def test_workers_that_come_late_are_waited_for(ran):
+    first, *others = [float(re.search("^waited (.*)$", output, re.MULTILINE).group(1)) for output in ran("three")[1]]
+    assert max(others) < first
 
 
 def test_one_worker_alone_needs_no_server():

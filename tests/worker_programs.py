@@ -1,6 +1,8 @@
-"""What worker processes of tests run: `python -m tests.worker_programs NAME arguments`, under a TF_CONFIG."""
+"""What worker processes of tests run under a TF_CONFIG: a function of this module, by its name and arguments."""
+import contextlib
 import json
 import os
+import socket
 import sys
 import time
 import warnings
@@ -16,7 +18,7 @@ from tests.conftest import BEHAVIOUR  # noqa: E402, F401  which chooses TensorFl
 from tests.kernel_machines import running_on  # noqa: E402
 from tests.support import cpus  # noqa: E402
 
-CLASSES = 3
+CLASSES, STEPS = 3, 4
 
 
 def examples(count):
@@ -53,6 +55,44 @@ def model(seed=0):
     return tf_syncbn.convert_model(model_fn)
 
 
+def mixing_model(x, labels):
+    """A model that mixes examples in most ways and knows nothing of towers: sums, gathers, rows, sizes and state meet."""
+    def variable(name, shape):
+        return tf.get_variable(name, shape, tf.float64, normal(len(name)))
+
+    h = tf.matmul(x, variable("first", [6, 8]))
+    mean, variance = tf.nn.moments(h, [0])
+    average = tf.get_variable("average", [8], tf.float64, tf.zeros_initializer(), trainable=False)
+    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign_sub(average, 0.1 * (average - mean)))
+    h = tf.tanh(tf.nn.batch_normalization(h, mean, variance, None, variable("beta", [8]), 1e-3))
+    unit = tf.nn.l2_normalize(h, 1)
+    similar = tf.reduce_logsumexp(tf.matmul(unit, unit, transpose_b=True), 1)
+    chosen = tf.boolean_mask(h, labels > 0)
+    logits = tf.matmul(h, variable("weights", [8, CLASSES]))
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    weights = tf.cast(1 + labels, tf.float64)
+    count = tf.cast(tf.shape(x)[0], tf.float64)
+    return (tf.reduce_sum(weights * losses) / tf.reduce_sum(weights) + 0.1 * tf.reduce_mean(similar)
+            + tf.reduce_sum(chosen * tf.reduce_mean(chosen, 0)) / count + 0.01 * tf.reduce_mean(losses ** 2))
+
+
+def train_whole_batch(folder, cases):
+    """Trains `mixing_model` as each case says, and saves what it comes to."""
+    workers = towers.workers.connect(devices=cpus(2), time_limit=60)
+    for name, (sizes, known) in json.loads(cases).items():
+        with tf.Graph().as_default():
+            builder = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers)
+            replicas = builder.build(towers.whole_batch(mixing_model), batches(workers, sizes, known))
+            train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.05, 0.9))
+            broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
+            with workers.session() as session:
+                session.run(tf.global_variables_initializer())
+                session.run(broadcast)
+                losses = [session.run([replicas.loss, train_op])[0] for _ in range(3)]
+                end = dict(session.run(variables), losses=losses)
+        np.savez("%s/%s_%d" % (folder, name, workers.rank), **{key.replace("/", "|"): value for key, value in end.items()})
+
+
 def split_model(momentum=0.7):
     """Returns a model function that one tower knows nothing of: groups of towers, a batch norm of each tower, a state."""
     def model_fn(x, labels):
@@ -81,11 +121,25 @@ def batches(workers, sizes, known):
                             for of in rows])
 
 
-def train(folder, cases):
-    """Trains what each case says twice from the same beginning, and once in one call, and saves the ends."""
-    workers = towers.workers.connect(devices=cpus(4), time_limit=60)
-    for name, (which, sizes, known, update_ops) in json.loads(cases).items():
-        ends = [end for many in ((False, True) if which == "whole" else (False,)) for end in _ends(
+LATE = 3  # seconds
+
+
+def several(folder, programs):
+    """Runs functions one after the other, each with the same workers and in a graph of its own; all but worker 0 come late."""
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    time.sleep(LATE if index else 0)
+    began = time.monotonic()
+    workers = towers.workers.connect(devices=cpus(4), time_limit=120)
+    print("waited %f" % (time.monotonic() - began))
+    for name, *arguments in json.loads(programs):
+        with tf.Graph().as_default():
+            globals()[name](workers, folder, *arguments)
+
+
+def train(workers, folder, cases):
+    """Trains what each case says twice from the same beginning, and some once in one call, and saves the ends."""
+    for name, (which, sizes, known, update_ops) in cases.items():
+        ends = [end for many in ((False, True) if which == "whole" and known else (False,)) for end in _ends(
             workers, which, sizes, known, update_ops, many)]
         for turn, end in enumerate(ends):
             np.savez("%s/%s_%d_%d" % (folder, name, workers.rank, turn), **{
@@ -93,7 +147,7 @@ def train(folder, cases):
 
 
 def _ends(workers, which, sizes, known, update_ops, many):
-    """Returns the ends of two trainings of five steps, of one if `many` steps are taken in one call."""
+    """Returns the ends of two trainings of `STEPS` steps, of one if `many` steps are taken in one call."""
     def step():
         model_fn = model(seed=10 * workers.rank) if which == "whole" else split_model()
         replicas = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers).build(
@@ -105,14 +159,14 @@ def _ends(workers, which, sizes, known, update_ops, many):
 
     ends = []
     with tf.Graph().as_default():
-        fetches = towers.repeat(step, 5) if many else step()
+        fetches = towers.repeat(step, STEPS) if many else step()
         broadcast, variables = workers.broadcast_variables(), {v.op.name: v for v in tf.global_variables()}
         for _ in range(1 if many else 2):
             with workers.session() as session:
                 assert len(session.run(tf.report_uninitialized_variables())) == len(variables)  # none is left of the last session
                 session.run(tf.global_variables_initializer())
                 session.run(broadcast)
-                steps = session.run(fetches) if many else [session.run(fetches) for _ in range(5)]
+                steps = session.run(fetches) if many else [session.run(fetches) for _ in range(STEPS)]
                 losses = steps["loss"] if many else [step["loss"] for step in steps]
                 last = {name: value[-1] for name, value in steps.items()} if many else steps[-1]
                 workers.check_variables(session)
@@ -129,9 +183,8 @@ def images_and_slopes():
     return [(rng.randn(12, 4, 4, 6) + offset).astype(np.float32) for offset in (1, 0.5)]
 
 
-def gpu_layer(folder):
+def gpu_layer(workers, folder):
     """Saves of this worker's towers a layer's output by a GPU's kernels, and its gradients."""
-    workers = towers.workers.connect(devices=cpus(2), time_limit=60)
     ends = np.cumsum([sum(map(sum, GPU_SIZES[:workers.rank]))] + GPU_SIZES[workers.rank])
     x, dy = images_and_slopes()
     batch = towers.PerTower([(tf.constant(x[a:b]), tf.constant(dy[a:b])) for a, b in zip(ends, ends[1:])])
@@ -149,9 +202,8 @@ def gpu_layer(folder):
              d_gamma=np.sum(d_gamma, 0, np.float64), d_beta=np.sum(d_beta, 0, np.float64))
 
 
-def plain(folder, averaged):
+def plain(workers, folder, averaged):
     """A graph without towers, written as for one process; each worker has another number of examples."""
-    workers = towers.workers.connect(time_limit=60)
     x = examples(12)[0][[slice(0, 3), slice(3, 12)][workers.rank] if workers.size > 1 else slice(None)]
     optimizer, weight = tf.train.AdamOptimizer(0.01), tf.constant(len(x))
     loss = plain_loss(tf.constant(x), seed=workers.rank)
@@ -166,11 +218,11 @@ def plain(folder, averaged):
         train_op = optimizer.apply_gradients(zip(tf.gradients(loss, tf.trainable_variables()), tf.trainable_variables()), step)
     with tf.train.MonitoredTrainingSession(
             master=workers.target, config=workers.session_config(), hooks=[workers.hook()], save_checkpoint_steps=3,
-            checkpoint_dir=folder + "/checkpoints" if workers.is_chief else None) as session:
+            checkpoint_dir="%s/%s" % (folder, averaged) if workers.is_chief else None) as session:
         for _ in range(3):
             session.run(train_op)
         end = session.run({v.op.name: v for v in tf.global_variables()})
-    np.savez("%s/%d" % (folder, workers.rank), **{name.replace("/", "|"): value for name, value in end.items()})
+    np.savez("%s/%s_%d" % (folder, averaged, workers.rank), **{name.replace("/", "|"): value for name, value in end.items()})
 
 
 def plain_loss(x, seed=0):
@@ -180,9 +232,8 @@ def plain_loss(x, seed=0):
     return tf.reduce_mean(tf.square(tf.tanh(h) - tf.gather(rows, tf.cast(tf.abs(x[:, 1]) / 2, tf.int32))))
 
 
-def reductions(folder):
+def reductions(workers, folder):
     """Sums of every dtype, their gradients, and what each has of what differs in shape."""
-    workers = towers.workers.connect(time_limit=60)
     found, mine = {}, workers.rank + 1
     for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8):
         found[dtype.name] = tf.cast(workers.all_reduce(tf.cast([mine, 2 * mine], dtype)), tf.float64)
@@ -202,13 +253,12 @@ def reductions(folder):
             session.run(of_fed, {fed: np.full([3, 2] if mine == 3 else [2, 3], mine)})
         except tf.errors.InvalidArgumentError as error:
             values["refused"] = error.message
-    np.savez("%s/%d" % (folder, workers.rank), told=told, **values)
+    np.savez("%s/reductions_%d" % (folder, workers.rank), told=told, **values)
 
 
-def fail(cases):
+def fail(workers, _, cases):
     """Workers that differ, or forget: what each case is refused by."""
-    workers = towers.workers.connect(time_limit=60)
-    for what in cases.split():
+    for what in cases:
         with tf.Graph().as_default():
             _fail(workers, what)
 
@@ -252,9 +302,9 @@ def _fail(workers, what):
         print("%s is refused: %s" % (what, " ".join(str(error).split())))
 
 
-def drift(folder):
+def drift(workers, _):
     """Variables that are made equal, and then written in one worker; draws that are the same in all workers, and not."""
-    workers, found = towers.workers.connect(time_limit=60), []
+    found = []
     for seed in (7, 7 + workers.rank, None):
         with tf.Graph().as_default(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -276,16 +326,24 @@ def drift(folder):
             print("refused: %s" % error)
 
 
-def connect(time_limit, seconds_late=0):
-    """Connects, some of the workers late."""
-    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    time.sleep(float(seconds_late) * index)
+def connect_in_vain():
+    """Connects where the port of this worker is taken, and where no other one comes."""
+    config = json.loads(os.environ["TF_CONFIG"])
+    port = int(config["cluster"]["worker"][config["task"]["index"]].rpartition(":")[2])
+    with contextlib.closing(socket.socket(socket.AF_INET6)) as taken:
+        taken.bind(("::", port))
+        taken.listen(1)
+        _connect_in_vain()
+    _connect_in_vain()
+
+
+def _connect_in_vain():
     try:
-        workers = towers.workers.connect(time_limit=float(time_limit))
-        print("connected to %s" % workers.tell_all(workers.rank))
+        towers.workers.connect(time_limit=1)
     except RuntimeError as error:
         print("refused: %s" % error)
 
 
-if __name__ == "__main__":
+def main():
+    """Calls the function that the first argument names with the others."""
     globals()[sys.argv[1]](*sys.argv[2:])

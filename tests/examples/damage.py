@@ -210,7 +210,7 @@ def make(folder):
             write_png(folder / "scenes" / (split + "annot") / ("%d.png" % number), labels)
     for main, arguments in (
             (train.main, TRAIN + ["--data-dir", folder / "binary", "--train-dir", folder / "run"]),
-            (train.main, ["--depth", "14", "--batch-size", "10", "--train-dir", folder / "other"]),
+            (train.main, ["--depth", "14", "--batch-size", "10", "--num-towers", "1", "--train-dir", folder / "other"]),
             (segmentation_train.main, SEGMENTATION + ["--data-dir", folder / "scenes", "--train-dir", folder / "seg"])):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
             patch.setattr(record, "save", _save_and_die)

@@ -6,6 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import compare, data
+from examples.cifar10 import model as resnets
 from examples.cifar10.task import MEASURES
 from examples.training import comparison
 from examples.training.compare import KINDS, Trainings, curve
@@ -15,10 +16,12 @@ SMALL = ["--depth", "8", "--batch-size", "4", "--images-a-tower", "2", "--seeds"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_images():
-    """An epoch has three steps of 4."""
+@pytest.fixture(scope="module", autouse=True, params=["one layer", pytest.param("whole network", marks=pytest.mark.sweep)])
+def few_images(request):
+    """An epoch has three steps of 4. The network is of one layer; test_train.py holds all of it to the law."""
     patch = pytest.MonkeyPatch()
+    if request.param == "one layer":
+        patch.setattr(resnets, "_block", lambda x, *_: x[..., :16])
     patch.setattr(data, "generate", lambda made=data.generate(13, 20): made)
     yield
     patch.undo()
@@ -90,15 +93,15 @@ def test_all_kinds_begin_with_the_same_values_and_see_the_same_batches(monkeypat
         Trainings(settings, *functions)))
     compare.main(SMALL)
     trainings, found = made[0], []
-    for seed in (0, 1):
+    for seed, kinds in ((0, KINDS), (1, ["synced"])):
         start = trainings.initial_values(seed)
-        for kind in KINDS:
+        for kind in kinds:
             with trainings.built(kind, seed, start) as (training, session):
                 values = session.run({v.op.name: v.read_value() for v in tf.global_variables()})
                 training.pipeline.start(session, 1)
                 found.append((seed, values, session.run(training.pipeline.batch)))
         seeds_values, seeds_batch = found[-1][1:]
-        for _, values, batch in found[-4:]:
+        for _, values, batch in found[-len(kinds):]:
             assert set(values) == set(start) and all(np.array_equal(values[name], start[name]) for name in start)
             assert all(np.array_equal(*each) for each in zip(batch, seeds_batch))
     assert not np.array_equal(found[0][1]["first/kernel"], seeds_values["first/kernel"])

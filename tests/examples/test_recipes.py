@@ -12,6 +12,12 @@ from examples.training.graph import Training, alone
 from examples.training.schedule import learning_rate
 
 
+@pytest.fixture
+def one_layer(monkeypatch):
+    """What a recipe does is the same with a network of one layer."""
+    monkeypatch.setattr(model, "_block", lambda x, *_: x[..., :16])
+
+
 def rates(recipe, steps, num_steps, **given):
     recipe = RECIPES[recipe]
     chosen = dict({"peak": recipe.learning_rate, "warmup_steps": recipe.warmup_steps}, **given)
@@ -44,7 +50,7 @@ def test_plain_command_is_the_cosine_recipe_and_options_override_a_recipe():
 
 
 @pytest.mark.parametrize("recipe,nesterov", [("cosine", True), ("he", False)])
-def test_only_the_cosine_recipe_has_nesterovs_momentum(recipe, nesterov):
+def test_only_the_cosine_recipe_has_nesterovs_momentum(one_layer, recipe, nesterov):
     settings = train.parse_arguments(["--recipe", recipe, "--depth", "8", "--batch-size", "4", "--steps", "2"])
     Training(settings, cifar10(settings, data.generate(20, 10)), alone(["/cpu:0", "/cpu:1"]), ["/cpu:0", "/cpu:1"])
     found = {op.get_attr("use_nesterov") for op in tf.get_default_graph().get_operations() if op.type.endswith("ApplyMomentum")}
@@ -71,9 +77,9 @@ def test_a_label_smoothing_that_is_no_share_is_one_sentence_and_status_2(tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_from_before_there_were_recipes_goes_on_and_says_what_changes(tmp_path, monkeypatch, capsys):
+def test_a_folder_from_before_there_were_recipes_goes_on_and_says_what_changes(one_layer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "generate", lambda made=data.generate(32, 20): made)
-    command = ["--depth", "8", "--batch-size", "8", "--train-dir", str(tmp_path)]
+    command = ["--depth", "8", "--batch-size", "8", "--num-towers", "1", "--train-dir", str(tmp_path)]
     assert train.main(command + ["--epochs", "1", "--weight-decay", "1e-4"]) == 0
     path = tmp_path / "settings.json"
     settings = json.loads(path.read_text())

@@ -5,12 +5,36 @@ import signal
 
 import pytest
 
-from examples.cifar10 import same_bits
+from examples.cifar10 import data, model, same_bits
 
 SMALL = ["--depth", "8", "--batch-size", "4", "--num-towers", "2", "--devices", "1", "2", "--steps", "4"]
+DIGESTS, GENERATE = same_bits.digests, data.generate
 
 
-def test_two_towers_have_the_same_bits_on_one_and_two_devices_and_over_a_checkpoint(capsys):
+@pytest.fixture(scope="module", autouse=True)
+def few_images():
+    """In this process; another one that the command starts has all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "generate", lambda made=GENERATE(20, 10): made)
+        yield
+
+
+def of_one_layer(settings, part):
+    """A training of a network of one layer on few images, whichever process it is in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_block", lambda x, *_: x[..., :16])
+        patch.setattr(data, "generate", lambda made=GENERATE(20, 10): made)
+        return DIGESTS(settings, part)
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_two_towers_have_the_same_bits_on_one_and_two_devices_and_over_a_checkpoint(capsys, monkeypatch, whole):
+    """Of the training with one layer only the first part is in a process of its own."""
+    if not whole:
+        in_a_process = same_bits.in_a_process
+        monkeypatch.setattr(same_bits, "digests", of_one_layer)
+        monkeypatch.setattr(same_bits, "in_a_process", lambda settings, part: (
+            of_one_layer if part.num_devices == 2 or part.begin else in_a_process)(settings, part))
     assert same_bits.main(SMALL) == 0
     out = capsys.readouterr().out
     lines = re.findall(r"^(\d device.*?)  +([0-9a-f]{64})$", out, re.M)
@@ -23,7 +47,7 @@ def in_this_process(change):
     def train(settings, part):
         changed = same_bits.parse_arguments(SMALL)
         vars(changed).update(change(part))
-        return same_bits.digests(changed, part)
+        return of_one_layer(changed, part)
     return train
 
 

@@ -1,5 +1,6 @@
 """The example from the command line: it trains, resumes, survives being killed, and refuses bad input in one sentence."""
 import contextlib
+import io
 import json
 import os
 import re
@@ -7,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import data, evaluate, train
+from examples.cifar10 import model as resnets
 from examples.cifar10.model import resnet
 from examples.cifar10.task import MEASURES
-from examples.training import folder, record
+from examples.training import folder, record, report
 from examples.training.report import Progress, draw_curve, reason, write_json
 from examples.training.schedule import learning_rate
 from tests.support import build
@@ -26,13 +27,9 @@ from towers.testing import assert_equals_one_batch
 pytestmark = pytest.mark.xdist_group("train")  # they share trainings
 ROOT = str(Path(__file__).parent.parent.parent)
 SMALL = ["--depth", "8", "--batch-size", "16"]
+ONE_TOWER = SMALL + ["--num-towers", "1"]
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def command(*arguments):
-    """Starts a training in a process of its own."""
-    return subprocess.Popen([sys.executable, "-m", "examples.cifar10.train"] + SMALL + list(arguments), cwd=ROOT,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+generate = data.generate
 
 
 def saved_step(train_dir):
@@ -41,86 +38,111 @@ def saved_step(train_dir):
     return int(state.model_checkpoint_path.rsplit("-", 1)[1]) if state else 0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_images():
+    """An epoch has 37 steps of 16: none ends in thirty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "generate", lambda made=generate(600, 20): made)
+        yield
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with a finished training of 30 steps, and what it printed."""
-    train_dir = tmp_path_factory.mktemp("trained")
-    process = command("--steps", "30", "--num-towers", "3", "--train-dir", str(train_dir))
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
-    return train_dir, output
+def trained(few_images, tmp_path_factory):
+    """A folder with a finished training of twelve steps, and what it printed."""
+    train_dir, out = tmp_path_factory.mktemp("trained"), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert train.main(SMALL + ["--steps", "12", "--num-towers", "2", "--train-dir", str(train_dir)]) == 0
+    return train_dir, out.getvalue()
+
+
+@pytest.fixture
+def one_layer(monkeypatch):
+    """What the command does with files is the same with a network of one layer."""
+    monkeypatch.setattr(resnets, "_block", lambda x, *_: x[..., :16])
+
+
+@pytest.fixture(scope="module")
+def small_folders():
+    return []
+
+
+@pytest.fixture
+def small(one_layer, small_folders, tmp_path_factory):
+    """The folder of a training of 30 steps of a network of one layer, which stays what networks are meanwhile."""
+    if not small_folders:
+        folder = tmp_path_factory.mktemp("small")
+        assert train.main(SMALL + ["--steps", "30", "--num-towers", "2", "--train-dir", str(folder)]) == 0
+        small_folders.append(folder)
+    return small_folders[0]
 
 
 def test_training_leaves_checkpoint_summaries_results_and_curve(trained):
     train_dir, output = trained
     assert "generated images (not CIFAR-10)" in output
-    assert re.search(r"step 30 of 30, loss \d+\.\d+, accuracy \d+\.\d %, \d+ images/s", output)
+    assert re.search(r"step 12 of 12, loss \d+\.\d+, accuracy \d+\.\d %, \d+ images/s", output)
     results = json.loads((train_dir / "results.json").read_text())
-    assert results["step"] == 30 and 0 <= results["test_accuracy"] <= 1 and results["settings"]["num_towers"] == 3
+    assert results["step"] == 12 and 0 <= results["test_accuracy"] <= 1 and results["settings"]["num_towers"] == 2
     assert (train_dir / "curve.png").read_bytes().startswith(PNG)
-    assert saved_step(train_dir) == 30
+    assert saved_step(train_dir) == 12
     tags = {value.tag for path in train_dir.glob("events*") for event in tf.train.summary_iterator(str(path))
             for value in event.summary.value}
     assert {"loss", "accuracy", "learning_rate", "test_accuracy"} <= tags
 
 
 @pytest.mark.once
-def test_rerun_of_a_finished_training_changes_nothing_but_says_so(trained):
-    train_dir, _ = trained
-    results = (train_dir / "results.json").read_text()
-    process = command("--steps", "30", "--num-towers", "3", "--train-dir", str(train_dir))
-    output, _ = process.communicate()
-    assert process.returncode == 0 and "The 30 steps asked for are done." in output and "Test accuracy" in output
-    assert (train_dir / "results.json").read_text() == results
+def test_rerun_of_a_finished_training_changes_nothing_but_says_so(small, capsys):
+    results = (small / "results.json").read_text()
+    capsys.readouterr()
+    assert train.main(SMALL + ["--steps", "30", "--num-towers", "2", "--train-dir", str(small)]) == 0
+    output = capsys.readouterr().out
+    assert "The 30 steps asked for are done." in output and "Test accuracy" in output
+    assert (small / "results.json").read_text() == results
 
 
-def test_evaluate_recalibrates_moving_averages_and_leaves_the_checkpoint(trained, capsys):
-    train_dir, _ = trained
-    before = {path.name: path.read_bytes() for path in train_dir.glob("model.ckpt*")}
-    arguments = ["--train-dir", str(train_dir), "--num-towers", "2", "--batch-size", "100"]
+def test_evaluate_recalibrates_moving_averages_and_leaves_the_checkpoint(small, capsys):
+    before = {path.name: path.read_bytes() for path in small.glob("model.ckpt*")}
+    arguments = ["--train-dir", str(small), "--num-towers", "2", "--batch-size", "50"]
     assert evaluate.main(arguments + ["--recalibrate", "3"]) == 0
     out = capsys.readouterr().out
-    assert "Moving averages recalibrated over 3 batches of 100 training images." in out
+    assert "Moving averages recalibrated over 3 batches of 50 training images." in out
     assert re.search(r"Test accuracy \d+\.\d\d % on generated images", out)
-    assert {path.name: path.read_bytes() for path in train_dir.glob("model.ckpt*")} == before
+    assert {path.name: path.read_bytes() for path in small.glob("model.ckpt*")} == before
     assert evaluate.main(arguments + ["--recalibrate", "100000"]) == 2
     assert "--recalibrate 100000 asks for more batches than the training images have" in capsys.readouterr().err
 
 
 def test_evaluate_finds_the_accuracy_of_the_training(trained, capsys):
     train_dir, _ = trained
-    assert evaluate.main(["--train-dir", str(train_dir), "--num-towers", "2"]) == 0
+    assert evaluate.main(["--train-dir", str(train_dir), "--num-towers", "3"]) == 0
     accuracy = json.loads((train_dir / "results.json").read_text())["test_accuracy"]
     assert "Test accuracy %.2f %% on generated images" % (100 * accuracy) in capsys.readouterr().out
 
 
-def test_moved_training_folder_goes_on(trained, tmp_path):
-    train_dir, _ = trained
+def test_moved_training_folder_goes_on(small, tmp_path):
     moved = tmp_path / "moved"
-    os.rename(str(train_dir), str(moved))
+    os.rename(str(small), str(moved))
     try:
         assert evaluate.main(["--train-dir", str(moved)]) == 0
     finally:
-        os.rename(str(moved), str(train_dir))
+        os.rename(str(moved), str(small))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_training_saves_and_says_how_to_go_on(tmp_path, number):
-    process = command("--steps", "100000", "--save-every", "1000000", "--train-dir", str(tmp_path))
-    while not list(tmp_path.glob("events*")):
-        time.sleep(0.1)
-        assert process.poll() is None
-    time.sleep(3)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + number, output
-    step = int(re.search(r"Interrupted; step (\d+) is saved in .* Run the same command again", output).group(1))
-    assert step == saved_step(tmp_path) > 0 and "Traceback" not in output
-    process = command("--steps", str(step + 5), "--train-dir", str(tmp_path))
-    output, _ = process.communicate()
-    assert process.returncode == 0 and "Going on from step %d" % step in output
-    assert saved_step(tmp_path) == step + 5
+def test_interrupted_training_saves_and_says_how_to_go_on(one_layer, tmp_path, capsys, monkeypatch, number):
+    """Signals to processes of their own are in test_workers.py."""
+    usual, noted = signal.getsignal(number), Progress.step
+
+    def step(self, step, *values):
+        noted(self, step, *values)
+        if step == 3:
+            os.kill(os.getpid(), number)
+    monkeypatch.setattr(Progress, "step", step)
+    assert train.main(ONE_TOWER + ["--steps", "100", "--train-dir", str(tmp_path)]) == 128 + number
+    assert re.search("Interrupted; step 3 is saved in .* Run the same command again", capsys.readouterr().out)
+    assert saved_step(tmp_path) == 3 and signal.getsignal(number) is usual
+    assert train.main(ONE_TOWER + ["--steps", "5", "--train-dir", str(tmp_path)]) == 0
+    assert "Going on from step 3" in capsys.readouterr().out and saved_step(tmp_path) == 5
 
 
 @pytest.mark.parametrize("message", [
@@ -145,7 +167,7 @@ def refuse(capsys, run, arguments, message):
 
 @pytest.mark.parametrize("arguments,message", [
     (["--num-towers", "4", "--batch-size", "3"], "A batch of 3 is too small for 4 towers"),
-    (["--batch-size", "5001"], "A batch of 5001 is larger than the 5000 training images"),
+    (["--batch-size", "5001"], "A batch of 5001 is larger than the 600 training images"),
     (["--depth", "21"], r"depth of this ResNet is 6n \+ 2.*not 21"),
     (["--data-dir", "/nonexistent"], "There is no folder /nonexistent"),
     (["--download"], "--download needs a --data-dir"),
@@ -168,7 +190,7 @@ def test_arguments_that_make_no_sense_are_refused_with_status_2(arguments, capsy
 def test_checkpoint_of_another_depth_is_refused_and_nothing_is_overwritten(trained, capsys):
     train_dir, _ = trained
     before = listing(train_dir)
-    arguments = ["--depth", "14", "--train-dir", str(train_dir)]
+    arguments = ["--depth", "14", "--num-towers", "1", "--train-dir", str(train_dir)]
     refuse(capsys, train.main, arguments, "holds a training with depth 8, and 14 was asked for: choose another --train-dir")
     settings = (train_dir / "settings.json")
     text = settings.read_text()
@@ -187,40 +209,37 @@ def test_deeper_checkpoint_is_not_taken_for_a_shallower_one(tmp_path, capsys):
     with tf.Graph().as_default():
         build(resnet(14), (np.zeros([2, 32, 32, 3], np.float32), np.zeros([2], np.int32)), 1)
         tf.train.get_or_create_global_step()
-        tower_variables = tf.trainable_variables()
-        with tf.variable_scope("slots"):
-            pass
-        tf.train.MomentumOptimizer(0.1, 0.9).apply_gradients([(tf.zeros_like(v), v) for v in tower_variables])
+        tf.train.MomentumOptimizer(0.1, 0.9).apply_gradients([(tf.zeros_like(v), v) for v in tf.trainable_variables()])
         with tf.Session() as session:
             session.run(tf.global_variables_initializer())
             tf.train.Saver().save(session, str(tmp_path / "model.ckpt"), global_step=1)
-    refuse(capsys, train.main, ["--depth", "8", "--train-dir", str(tmp_path)], "is not of a ResNet-8: it has stage0_block1/")
+    refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)], "is not of a ResNet-8: it has stage0_block1/")
 
 
 @pytest.mark.once
-def test_damaged_files_of_a_training_folder_are_refused(trained, tmp_path, capsys):
-    train_dir, _ = trained
+def test_damaged_files_of_a_training_folder_are_refused(small, tmp_path, capsys):
+    train_dir = small
     for path in train_dir.iterdir():
         if not path.name.startswith("events"):
             (tmp_path / path.name).write_bytes(path.read_bytes())
     index, = tmp_path.glob("*.index")
     index.write_bytes(index.read_bytes()[:20])
-    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read")
+    refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read")
     index.write_bytes((train_dir / index.name).read_bytes())
     shard, = tmp_path.glob("*.data-*")
     shard.write_bytes(shard.read_bytes()[:1000])
     before = listing(tmp_path)
-    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read: it is damaged")
+    refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read: it is damaged")
     refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], "The checkpoint .* can't be read: it is damaged")
     assert listing(tmp_path) == before
     shard.write_bytes((train_dir / shard.name).read_bytes())
     (tmp_path / "history.json").write_text("[")
-    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "history.json is damaged")
+    refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)], "history.json is damaged")
     (tmp_path / "checkpoint").write_text("nonsense")
     assert evaluate.main(["--train-dir", str(tmp_path)]) == 0  # the checkpoint itself is found
     capsys.readouterr()
     (tmp_path / "settings.json").write_text("{")
-    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], "settings.json is damaged")
+    refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)], "settings.json is damaged")
 
 
 def copy_of(folder, target, but=("events",)):
@@ -238,8 +257,8 @@ def copy_checkpoint(folder, step, new_step):
 @pytest.mark.once
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"nonsense", b'model_checkpoint_path: ""', None,
                                      b'model_checkpoint_path: "model.ckpt-4"\nall_model_checkpoint_paths: "model.ckpt-4"'])
-def test_without_a_good_state_file_the_checkpoints_that_are_whole_are_found(trained, tmp_path, content):
-    copy_of(trained[0], tmp_path, ("events", "checkpoint"))
+def test_without_a_good_state_file_the_checkpoints_that_are_whole_are_found(small, tmp_path, content):
+    copy_of(small, tmp_path, ("events", "checkpoint"))
     if content is not None:
         (tmp_path / "checkpoint").write_bytes(content)
     for step in (9, 100, 200, 300):
@@ -252,16 +271,16 @@ def test_without_a_good_state_file_the_checkpoints_that_are_whole_are_found(trai
 
 
 @pytest.mark.once
-def test_training_with_an_empty_state_file_goes_on(trained, tmp_path, capsys):
-    copy_of(trained[0], tmp_path)
+def test_training_with_an_empty_state_file_goes_on(small, tmp_path, capsys):
+    copy_of(small, tmp_path)
     (tmp_path / "checkpoint").write_bytes(b"")
-    assert train.main(SMALL + ["--steps", "31", "--train-dir", str(tmp_path)]) == 0
+    assert train.main(ONE_TOWER + ["--steps", "31", "--train-dir", str(tmp_path)]) == 0
     assert "Going on from step 30" in capsys.readouterr().out and saved_step(tmp_path) == 31
 
 
 @pytest.mark.once
-def test_checkpoints_none_of_which_is_whole_are_not_trained_over(trained, tmp_path, capsys):
-    copy_of(trained[0], tmp_path, ("events", "checkpoint"))
+def test_checkpoints_none_of_which_is_whole_are_not_trained_over(small, tmp_path, capsys):
+    copy_of(small, tmp_path, ("events", "checkpoint"))
     copy_checkpoint(tmp_path, 30, 9)
     for path in tmp_path.glob("*.data-*"):
         path.write_bytes(path.read_bytes()[:1000])
@@ -274,9 +293,9 @@ def test_checkpoints_none_of_which_is_whole_are_not_trained_over(trained, tmp_pa
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", ["checkpoint", "settings.json", "history.json", "sums.json", "results.json", "curve.png"])
-def test_a_folder_where_a_file_should_be_is_refused(tmp_path, capsys, name):
+def test_a_folder_where_a_file_should_be_is_refused(one_layer, tmp_path, capsys, name):
     (tmp_path / name).mkdir()
-    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)],
+    refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)],
            "%s (is a folder where a file should be: move it away|can't be read: Is a directory)" % name)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -292,39 +311,39 @@ def test_a_folder_where_a_file_should_be_is_refused(tmp_path, capsys, name):
     ("sums.json", '{"30": 1}', "sums.json is damaged: it has 1 for step 30"),
 ])
 @pytest.mark.once
-def test_files_that_hold_something_else_are_refused(trained, tmp_path, capsys, name, content, message):
-    copy_of(trained[0], tmp_path)
+def test_files_that_hold_something_else_are_refused(small, tmp_path, capsys, name, content, message):
+    copy_of(small, tmp_path)
     (tmp_path / name).write_text(content)
     before = listing(tmp_path)
-    refuse(capsys, train.main, SMALL + ["--train-dir", str(tmp_path)], message)
+    refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)], message)
     assert listing(tmp_path) == before
 
 
-def test_evaluation_needs_settings_that_say_what_was_trained(trained, tmp_path, capsys):
-    copy_of(trained[0], tmp_path)
+def test_evaluation_needs_settings_that_say_what_was_trained(small, tmp_path, capsys):
+    copy_of(small, tmp_path)
     for content, name in (("{}", "depth"), ('{"depth": "8"}', "depth"), ('{"depth": 8, "data": "CIFAR-10"}', "sync_bn")):
         (tmp_path / "settings.json").write_text(content)
         refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], "settings.json does not say the %s of the training" % name)
-    (tmp_path / "settings.json").write_text(json.dumps({"depth": 9, "data": data.generate(10, 10).name, "sync_bn": True,
+    (tmp_path / "settings.json").write_text(json.dumps({"depth": 9, "data": data.generate().name, "sync_bn": True,
                                                         "weight_decay": 0}))
     refuse(capsys, evaluate.main, ["--train-dir", str(tmp_path)], r"settings.json is damaged: .*6n \+ 2.* not 9")
 
 
 @pytest.mark.once
-def test_a_damaged_results_file_is_written_anew(trained, tmp_path, capsys):
-    copy_of(trained[0], tmp_path)
+def test_a_damaged_results_file_is_written_anew(small, tmp_path, capsys):
+    copy_of(small, tmp_path)
     (tmp_path / "results.json").write_text("{")
-    assert train.main(SMALL + ["--steps", "30", "--train-dir", str(tmp_path)]) == 0
+    assert train.main(ONE_TOWER + ["--steps", "30", "--train-dir", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "results.json").read_text())["step"] == 30
 
 
 @pytest.mark.once
-def test_a_train_dir_that_can_not_be_made_or_written_is_refused(tmp_path, capsys):
+def test_a_train_dir_that_can_not_be_made_or_written_is_refused(one_layer, tmp_path, capsys):
     (tmp_path / "file").write_text("good")
     for path, message in ((tmp_path / "file" / "new", "The folder .*new can't be made: Not a directory"),
                           (tmp_path / "file", "The folder .*file can't be made: File exists"),
                           ("/proc", r"/proc/settings.json can't be written: ")):
-        refuse(capsys, train.main, SMALL + ["--train-dir", str(path)], message)
+        refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(path)], message)
     assert (tmp_path / "file").read_text() == "good"
 
 
@@ -342,31 +361,31 @@ def largest_file(size):
 @pytest.mark.once
 @pytest.mark.parametrize("size,message", [
     (100, "settings.json can't be written: File too large"),
-    (100000, "The checkpoint of step 32 can't be written to .*: File too large. The earlier ones are as they were")])
-def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint(trained, tmp_path, capsys, size, message):
-    copy_of(trained[0], tmp_path)
+    (3000, "The checkpoint of step 32 can't be written to .*: File too large. The earlier ones are as they were")])
+def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint(small, tmp_path, capsys, size, message):
+    copy_of(small, tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with largest_file(size):
-        refuse(capsys, train.main, SMALL + ["--steps", "40", "--save-every", "2", "--train-dir", str(tmp_path)], message)
+        refuse(capsys, train.main, ONE_TOWER + ["--steps", "40", "--save-every", "2", "--train-dir", str(tmp_path)], message)
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.startswith("events")}
     changed = {"settings.json", "sums.json"}
     assert set(after) == set(before) and {name for name in before if after[name] != before[name]} <= changed
-    assert train.main(SMALL + ["--steps", "31", "--train-dir", str(tmp_path)]) == 0
+    assert train.main(ONE_TOWER + ["--steps", "31", "--train-dir", str(tmp_path)]) == 0
     assert "Going on from step 30" in capsys.readouterr().out
 
 
 @pytest.mark.once
-def test_events_that_can_not_be_written_are_one_sentence(tmp_path, capsys):
+def test_events_that_can_not_be_written_are_one_sentence(one_layer, tmp_path, capsys):
     with largest_file(1000):
-        refuse(capsys, train.main, SMALL + ["--steps", "3", "--train-dir", str(tmp_path)], "events.* written: File too large")
+        refuse(capsys, train.main, ONE_TOWER + ["--steps", "3", "--train-dir", str(tmp_path)], "events.* written: File too large")
 
 
 @pytest.mark.once
-def test_output_that_can_not_be_written_is_one_sentence(trained):
+def test_output_that_can_not_be_written_is_one_sentence(small, tmp_path):
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "examples.cifar10.train"] + SMALL + [
-            "--steps", "30", "--train-dir", str(trained[0])], cwd=ROOT, stdout=full, stderr=subprocess.PIPE,
-                              universal_newlines=True)
+        done = subprocess.run([sys.executable, "-m", "tests.examples.steps_of_training", str(tmp_path / "losses"), "float32"]
+                              + ONE_TOWER + ["--steps", "30", "--train-dir", str(small)], cwd=ROOT, stdout=full,
+                              stderr=subprocess.PIPE, universal_newlines=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.endswith("error: Standard output can't be written: No space left on device.\n")
 
@@ -376,9 +395,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.once
-def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_path, monkeypatch):
+def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(one_layer, tmp_path, monkeypatch):
     seen = {}
-    monkeypatch.setattr(data, "generate", lambda made=data.generate(64, 20): made)  # four steps an epoch
+    monkeypatch.setattr(data, "generate", lambda made=generate(64, 20): made)  # four steps an epoch
     monkeypatch.setattr(Progress, "step", lambda self, step, *loss_and_accuracy: seen.update({step: loss_and_accuracy}))
 
     def run(steps, killed_at=None):
@@ -387,7 +406,7 @@ def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(tmp_pa
             if step == killed_at:
                 raise Killed
         monkeypatch.setattr(record, "save", save_and_die)
-        return train.main(SMALL + ["--steps", str(steps), "--save-every", "1", "--train-dir", str(tmp_path)])
+        return train.main(ONE_TOWER + ["--steps", str(steps), "--save-every", "1", "--train-dir", str(tmp_path)])
 
     for killed_at in (2, 3):
         with pytest.raises(Killed):
@@ -408,13 +427,22 @@ def test_sums_of_another_batch_size_are_not_taken(tmp_path):
     assert folder.read_sums(str(tmp_path), 6, 6).tolist() == folder.read_sums(str(tmp_path), 7, 3).tolist() == [0, 0, 0]
 
 
+RECORDS = 100
+
+
+@pytest.fixture
+def few_records(monkeypatch):
+    """A file has as few records as those of `cifar_files`."""
+    monkeypatch.setattr(data, "RECORDS_A_FILE", RECORDS)
+
+
 @pytest.fixture(scope="module")
 def cifar_files(tmp_path_factory):
-    """Files in CIFAR-10's binary layout, the test file's images those of ten classes made here."""
+    """Files in CIFAR-10's binary layout, but short, the test file's images those of ten classes made here."""
     root = tmp_path_factory.mktemp("files")
     (root / data.BINARY_FOLDER).mkdir()
-    made = data.generate(10000, 10).train
-    records = np.concatenate([made.labels[:, None].astype(np.uint8), made.images.transpose(0, 3, 1, 2).reshape(10000, -1)], 1)
+    made = generate(RECORDS, 10).train
+    records = np.concatenate([made.labels[:, None].astype(np.uint8), made.images.transpose(0, 3, 1, 2).reshape(RECORDS, -1)], 1)
     for name in ["data_batch_%d" % i for i in range(1, 6)] + ["test_batch"]:
         records.tofile(str(root / data.BINARY_FOLDER / (name + ".bin")))
     return root
@@ -423,7 +451,8 @@ def cifar_files(tmp_path_factory):
 @pytest.mark.parametrize("arguments", [["--num-towers", "2", "--sync-bn", "--update-ops", "all"],
                                        ["--num-towers", "4", "--no-sync-bn", "--update-ops", "all"],
                                        ["--num-towers", "2", "--no-sync-bn", "--update-ops", "first"]])
-def test_training_on_cifar10_files_with_every_kind_of_batch_norm(cifar_files, tmp_path, capsys, arguments):
+def test_training_on_cifar10_files_with_every_kind_of_batch_norm(
+        cifar_files, few_records, one_layer, tmp_path, capsys, arguments):
     assert train.main(SMALL + arguments + ["--steps", "3", "--data-dir", str(cifar_files), "--download",
                                            "--train-dir", str(tmp_path)]) == 0
     assert "on CIFAR-10 after 3 steps" in capsys.readouterr().out
@@ -469,9 +498,14 @@ def test_files_are_replaced_whole(tmp_path):
         write_json(str(tmp_path / "a.json"), {"a": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 1
     # A process that is killed while it writes leaves something behind, until the file is written again.
-    killed = "import os, signal, sys; from examples.training.report import _replace; _replace(sys.argv[1], lambda scratch: (" \
-        "open(scratch, 'w').close(), os.kill(os.getpid(), signal.SIGKILL)))"
-    assert subprocess.call([sys.executable, "-c", killed, str(tmp_path / "a.json")], cwd=ROOT) < 0
+    killed = os.fork()
+    if not killed:
+        try:
+            report._replace(str(tmp_path / "a.json"), lambda scratch: (
+                open(scratch, "w").close(), os.kill(os.getpid(), signal.SIGKILL)))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(killed, 0)[1]) == signal.SIGKILL
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1} and len(list(tmp_path.iterdir())) == 2
     write_json(str(tmp_path / "a.json"), {"a": 2})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 1
@@ -482,19 +516,19 @@ def test_files_are_replaced_whole(tmp_path):
 
 def image_batch():
     rng = np.random.RandomState(0)
-    return rng.randn(12, 32, 32, 3).astype(np.float32), rng.randint(0, 10, 12).astype(np.int32)
+    return rng.randn(4, 32, 32, 3).astype(np.float32), rng.randint(0, 10, 4).astype(np.int32)
 
 
 def test_resnet_on_towers_trains_as_on_one_batch():
     # In float32 a ReLU near 0 goes the other way in one training of twenty.
-    assert_equals_one_batch(resnet(8, dtype=tf.float64), image_batch(), 3, [2, 6, 4], steps=2)
+    assert_equals_one_batch(resnet(8, dtype=tf.float64), image_batch(), 2, [1, 3], steps=1)
 
 
 def test_resnet_has_the_papers_size_and_both_kinds_of_batch_norm_share_variable_names():
     names = []
     for sync_bn in (True, False):
         with tf.Graph().as_default():
-            build(resnet(20, sync_bn), image_batch(), 2)
+            build(resnet(20, sync_bn), image_batch(), 1)
             names.append([v.op.name for v in tf.global_variables()])
             kernels = sum(v.shape.num_elements() for v in tf.trainable_variables() if "kernel" in v.op.name)
     assert names[0] == names[1] and 0.26e6 < kernels < 0.28e6

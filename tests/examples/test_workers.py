@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from examples.cifar10 import data, train
 from examples.training.order import rows_of_part
+from tests.examples import steps_of_training
 from towers.launch import free_ports
 
 pytestmark = pytest.mark.xdist_group("train_workers")  # they share trainings
@@ -56,33 +57,48 @@ def history(train_dir):
     return losses, records
 
 
-@pytest.fixture(scope="module")
-def on_one_worker(tmp_path_factory):
+def on_one_worker_of(network, folder):
     """The folder of a training of twelve steps, three epochs, of four towers on one worker, with its losses."""
-    folder = tmp_path_factory.mktemp("one")
-    process = command(STEPS + [str(folder / "losses"), "float64"] + SMALL + [
-        "--steps", "12", "--num-towers", "4", "--train-dir", str(folder)])
-    out, err = process.communicate()
-    assert process.returncode == 0, out + err
+    assert steps_of_training.run(str(folder / "losses"), "float64", SMALL + [
+        "--steps", "12", "--num-towers", "4", "--train-dir", str(folder)], network) == 0
     return folder
 
 
-def test_two_workers_of_two_towers_train_as_one_of_four(on_one_worker, tmp_path):
-    process = command(LAUNCH + STEPS + [str(tmp_path / "losses"), "float64"] + SMALL + [
-        "--steps", "12", "--num-towers", "2", "--train-dir", str(tmp_path)])
-    out, err = process.communicate()
+@pytest.fixture(scope="module")
+def on_one_worker(tmp_path_factory):
+    return on_one_worker_of("of one layer", tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("network,moments", [
+    ("of one layer", ["saving"]), pytest.param("of one layer", ["start", "saving"], marks=pytest.mark.sweep),
+    pytest.param("of one layer", [], marks=pytest.mark.sweep), pytest.param("whole", [], marks=pytest.mark.sweep)])
+def test_two_workers_of_two_towers_train_as_one_of_four_and_so_they_do_killed_at_start_and_in_training(
+        request, tmp_path_factory, tmp_path, network, moments):
+    until = tmp_path_factory.mktemp("killed") / "all"  # so that none has ended before it is killed
+    process = command(LAUNCH + ["--restarts", "2", "--grace", "1"] + STEPS + [str(tmp_path / "losses"), "float64"] + SMALL + [
+        "--steps", "12", "--num-towers", "2", "--save-every", "1", "--train-dir", str(tmp_path)], TOWERS_TEST_NETWORK=network,
+                      TOWERS_TEST_UNTIL=str(until))
+    try:
+        kill(process, moments, tmp_path)
+        until.write_text("")
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 0, out + err
-    one = on_one_worker
+    one = on_one_worker_of(network, tmp_path_factory.mktemp("whole")) if network == "whole" else request.getfixturevalue(
+        "on_one_worker")
+    assert err.count("was killed by SIGKILL; starting all again") == len(moments)
+    first = int(re.search(r"\[0\] Going on from step (\d+),", out).group(1)) if moments else 0
+    assert 4 * bool(moments) <= first < 12 and newest(tmp_path) == 12
     losses, expected = (json.loads((folder / "losses").read_text()) for folder in (tmp_path, one))
-    assert len(losses) == 12
-    np.testing.assert_allclose(losses, expected, rtol=1e-11)
+    np.testing.assert_allclose(losses, expected[first:], rtol=1e-11)
     np.testing.assert_allclose(history(tmp_path)[0], history(one)[0], rtol=1e-11)
     assert history(tmp_path)[1] == history(one)[1]  # the test accuracies too, each worker having a part of the images
     assert "[0] Training a ResNet-8 on generated images (not CIFAR-10): 4 towers of 2 workers, batch 10, synced" in out
-    assert "[1]" not in out and "Traceback" not in err
+    assert moments or "[1]" not in out and "Traceback" not in err
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {
         "checkpoint", "curve", "events", "history", "losses", "model", "results", "settings", "sums"}
-    assert len(list(tmp_path.glob("events*"))) == 1
+    assert 1 <= len(list(tmp_path.glob("events*"))) <= 1 + len(moments) and not list(tmp_path.glob("*.tmp"))
     assert json.loads((tmp_path / "results.json").read_text())["settings"]["num_workers"] == 2
     saved, alone = (tf.train.load_checkpoint(str(folder / "model.ckpt-12")) for folder in (tmp_path, one))
     assert saved.get_variable_to_shape_map() == alone.get_variable_to_shape_map()
@@ -90,46 +106,32 @@ def test_two_workers_of_two_towers_train_as_one_of_four(on_one_worker, tmp_path)
         np.testing.assert_allclose(saved.get_tensor(name), alone.get_tensor(name), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.once
-def test_workers_killed_at_start_and_in_training_end_at_the_step_asked_for_as_if_they_had_not_been(on_one_worker, tmp_path):
-    rng = random.Random(0)
-    process = command(LAUNCH + ["--restarts", "2", "--grace", "1"] + STEPS + [str(tmp_path / "losses"), "float64"] + SMALL + [
-        "--steps", "12", "--num-towers", "2", "--save-every", "1", "--train-dir", str(tmp_path)], TOWERS_TEST_SLOWLY="0.3")
-    try:
-        started, killed = time.time(), []
-        for moment in ("start", "saving"):
-            while len(workers_of(process)) < 2 or set(workers_of(process)) & set(killed):
-                time.sleep(0.02)
-                assert process.poll() is None and time.time() - started < 120
-            running = workers_of(process)
-            if moment == "start":
-                time.sleep(rng.uniform(0, 3))
-            while moment == "saving" and newest(tmp_path) < 5:
-                time.sleep(0.002)
-                assert process.poll() is None and time.time() - started < 120
-            os.kill(rng.choice(running), signal.SIGKILL)
-            killed += running
-        out, err = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 0, out + err
-    assert err.count("was killed by SIGKILL; starting all again") == 2
-    step = int(re.search(r"\[0\] Going on from step (\d+),", out).group(1))
-    assert 4 <= step < 12 and newest(tmp_path) == 12
-    np.testing.assert_allclose(history(tmp_path)[0], history(on_one_worker)[0], rtol=1e-11)
-    assert history(tmp_path)[1] == history(on_one_worker)[1]
-    assert not list(tmp_path.glob("*.tmp"))
+def kill(launcher, moments, train_dir):
+    """Kills one of two workers in turn at each of several moments, "start" or "saving"."""
+    rng, started, killed = random.Random(0), time.time(), []
+    for moment in moments:
+        while len(workers_of(launcher)) < 2 or set(workers_of(launcher)) & set(killed):
+            time.sleep(0.1)
+            assert launcher.poll() is None and time.time() - started < 120
+        running = workers_of(launcher)
+        if moment == "start":
+            time.sleep(rng.uniform(0, 3))
+        while moment == "saving" and newest(train_dir) < 5:
+            time.sleep(0.002 if newest(train_dir) == 4 else 0.05)
+            assert launcher.poll() is None and time.time() - started < 120
+        os.kill(rng.choice(running), signal.SIGKILL)
+        killed += running
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("number,to", [(signal.SIGINT, "all"), (signal.SIGTERM, "worker 1")])
+@pytest.mark.parametrize("number,to", [
+    pytest.param(signal.SIGINT, "all", marks=pytest.mark.sweep), (signal.SIGTERM, "worker 1")])
 def test_a_signal_stops_all_at_the_same_step(tmp_path, number, to):
     process = command(LAUNCH + STEPS + [str(tmp_path / "losses"), "float32"] + SMALL + [
-        "--steps", "100000", "--save-every", "1000000", "--train-dir", str(tmp_path)])
-    while not list(tmp_path.glob("events*")):
+        "--steps", "100000", "--save-every", "1000000", "--train-dir", str(tmp_path)], TOWERS_TEST_SLOWLY="0.1")
+    while newest(tmp_path) < 5:  # an epoch
         time.sleep(0.1)
         assert process.poll() is None
-    time.sleep(3)
     if to == "all":
         process.send_signal(number)
     else:
@@ -137,17 +139,17 @@ def test_a_signal_stops_all_at_the_same_step(tmp_path, number, to):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, out + err
     step = int(re.search(r"\[0\] Interrupted; step (\d+) is saved in", out).group(1))
-    assert step == newest(tmp_path) > 0 and "Traceback" not in err and "waited" not in err
+    assert step == newest(tmp_path) >= 5 and "Traceback" not in err and "waited" not in err
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("arguments,message", [
-    (["--batch-size", "3", "--num-towers", "2"], "A batch of 3 is too small for 4 towers"),
-    (["--data-dir", "/nonexistent"], "There is no folder /nonexistent"),
+    pytest.param(["--batch-size", "3", "--num-towers", "2"], "A batch of 3 is too small for 4 towers", marks=pytest.mark.sweep),
+    pytest.param(["--data-dir", "/nonexistent"], "There is no folder /nonexistent", marks=pytest.mark.sweep),
     (["--train-dir", "/proc"], "/proc/settings.json can't be written")])
 def test_bad_input_ends_all_workers_in_one_sentence_and_is_not_tried_again(tmp_path, arguments, message):
-    process = command(LAUNCH + ["--restarts", "3", "--grace", "1", "-m", "examples.cifar10.train", "--depth", "8", "--train-dir",
-                                str(tmp_path / "new")] + arguments)
+    process = command(LAUNCH + ["--restarts", "3", "--grace", "1"] + STEPS + [str(tmp_path / "losses"), "float32"] + SMALL + [
+        "--train-dir", str(tmp_path / "new")] + arguments)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2 and "error: " + message in err, err
     assert "Traceback" not in err and "starting all again" not in err and not (tmp_path / "new").exists()
