@@ -203,8 +203,18 @@ def spectral_normalization(x, labels):
         return tf.reduce_mean(cross_entropy(centred(tf.matmul(x, kernel / sigma)), labels))
 
 
+def a_center_moved_twice(x, labels):
+    """What is read of a ref variable is what that holds when it is taken, be it read before."""
+    h, center = encoded(x), state("center", [5], 1.0)
+    for _ in range(2):
+        moved = 0.1 * (tf.reduce_sum(h, 0) - center.read_value())
+        with tf.control_dependencies([tf.assign_add(center, moved)]):
+            h = tf.sin(h) - center.read_value()
+    return tf.reduce_mean(cross_entropy(h, labels))
+
+
 STATES = [centers, codebook, queue_of_keys, moving_averages, moving_averages_in_line, averages_by_tensorflow,
-          an_average_of_variables, a_step_counter, spectral_normalization]
+          an_average_of_variables, a_step_counter, spectral_normalization, a_center_moved_twice]
 
 
 @pytest.mark.parametrize("model,known", both(*STATES))

@@ -19,7 +19,7 @@ from towers.annotations import Shape
 from towers.context import may_differ
 from towers.cross_tower import all_gather, all_reduce
 from towers.exchanges import exchange
-from towers.graph_walk import end_of
+from towers.graph_walk import end_of, is_ref
 from towers.private import control_flow_of, within_control_flow
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, ShapeOf
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Listed, Own, Partial, PartialMean, Replicate, RowNumbers,
@@ -149,14 +149,20 @@ class Conversions:
 
     # Conversions.
 
-    def converted(self, tensor, want):
+    def converted(self, tensor, want, reader=None):
         """Returns what an input is for an op that wants it otherwise.
 
         Args:
           tensor: of the tower's graph, as the model function made it.
           want: see `Decision.wants`.
+          reader: the op that takes it, or None. What is read of a ref variable may be its own memory, and is what that holds when
+            the reader runs: what is made of it waits for all that the reader waits for.
         """
         placement = self._placement(tensor)
+        if reader is not None and _may_be_memory(tensor):
+            waits = [self._here(other).op for other in reader.inputs if other is not tensor] + list(reader.control_inputs)
+            with _beside(tensor, self._tower), tf.control_dependencies(waits):
+                return self._convert(tensor, placement, want)
         key = end_of(tensor) + (want if not isinstance(want, OwnRows) else ("own", want.axis, want.outer, _end(want.like)),)
         if key not in self._made:
             with _beside(tensor, self._tower):
@@ -397,6 +403,10 @@ def _beside(tensor, tower):
     """A name scope for what is made of a tensor."""
     name = tensor.op.name if tensor.op.name.startswith(tower.name_scope) else tower.name_scope + tensor.op.name
     return tf.name_scope(name + "/whole_batch/")
+
+
+def _may_be_memory(tensor):
+    return tensor.op.type == "Identity" and is_ref(tensor.op.inputs[0])
 
 
 def _end(like):

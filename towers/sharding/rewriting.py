@@ -64,7 +64,7 @@ class Rewriting:
     def _visit(self, op):
         decision, flow = self._plan.decisions.get(op), control_flow_of(op)
         wants = {} if decision is None else decision.wants
-        inputs = self._inputs(op, {k: self.conversions.converted(op.inputs[k], want) for k, want in wants.items()})
+        inputs = self._inputs(op, {k: self.conversions.converted(op.inputs[k], want, op) for k, want in wants.items()})
         if decision is not None and decision.instead is not None:
             # A constant made in a loop would wait for the loop's turn, which may wait for it; and towers meet before a branch.
             place = self._flow if flow is None or op.type == "Const" or decision.meets else flow
