@@ -526,7 +526,9 @@ def test_what_follows_a_batch_norm_is_divided_by_its_own_number(sizes, first, la
 
 
 @pytest.mark.parametrize("of_each,layer", covering([
-    lambda x: tf.map_fn(tf.sin, x), lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(row, 0), x)],
+    lambda x: tf.stack([tf.sin(row) for row in tf.unstack(x)]), lambda x: tf.stack([tf.sin(x[i]) for i in range(x.shape[0])]),
+    lambda x: tf.concat([tf.sin(row) for row in tf.split(x, int(x.shape[0]))], 0), lambda x: tf.map_fn(tf.sin, x),
+    lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(row, 0), x)],
     [mean_of_means, of_sums], one_in=2))
 def test_a_batch_norm_of_what_was_made_of_each_example_is_found(layer, of_each):
     model = tf_syncbn.convert_model(model_of(lambda x: layer(of_each(mean_of_means(x)))))

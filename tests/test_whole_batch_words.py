@@ -217,8 +217,8 @@ def test_what_a_model_exchanges_itself_comes_back_as_to_one_tower(known):
         np.testing.assert_allclose(found[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def test_a_python_loop_over_examples_is_refused():
-    refused(lambda x: tf.add_n([tf.reduce_sum(row) ** 2 for row in tf.unstack(x)]),
+def test_a_python_loop_over_pairs_of_examples_is_refused():
+    refused(lambda x: tf.add_n([tf.reduce_sum(a * b) for a in tf.unstack(x) for b in tf.unstack(x)]),
             "makes other ops of a batch of another size: 'tower_0/.*Hand the batch in with an unknown size")
 
 

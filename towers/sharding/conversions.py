@@ -22,8 +22,8 @@ from towers.exchanges import exchange
 from towers.graph_walk import end_of, is_ref
 from towers.private import control_flow_of, within_control_flow
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, ShapeOf
-from towers.sharding.placements import (BATCH, COMPUTED, Additive, Listed, Own, Partial, PartialMean, Replicate, RowNumbers,
-                                        Shard, Size)
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Listed, OneRow, Own, Partial, PartialMean, Replicate,
+                                        RowNumbers, RowSum, Shard, Size)
 
 __all__ = ["Conversions", "Meeting"]
 
@@ -194,6 +194,9 @@ class Conversions:
             return self._whole_size(tensor, placement)
         if isinstance(placement, Listed):
             raise Refused("the list %r would have to be the whole batch's as a whole" % tensor.name)
+        if isinstance(placement, (OneRow, RowSum)):
+            raise Refused("%r is %s of the tower's, by its place: put all of them together, by tf.stack say"
+                          % (tensor.name, placement))
         if isinstance(placement, Own):
             raise Refused("what is computed of %r, which each tower has for itself, is nothing of the whole "
                           "batch's" % tensor.name)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-__all__ = ["BATCH", "COMPUTED", "Additive", "Blocks", "Listed", "Own", "Partial", "PartialMean", "Placement", "Replicate",
-           "RowNumbers",
-           "Rows", "Shard", "Size", "elements_of", "moved", "size_of"]
+__all__ = ["BATCH", "COMPUTED", "Additive", "Blocks", "Listed", "OneRow", "Own", "Partial", "PartialMean", "Placement",
+           "Replicate", "RowNumbers", "RowSum", "Rows", "Shard", "Size", "elements_of", "moved", "size_of"]
 
 
 class Rows(NamedTuple):
@@ -174,6 +173,36 @@ class Own(Placement):
 
     def __str__(self):
         return "the tower's own"
+
+
+@dataclasses.dataclass(frozen=True)
+class OneRow(Placement):
+    """W(t) is what t_i is for each of the tower's examples: one of as many tensors as Python's own loop over them makes.
+
+    Attributes:
+      number: int, of the tower's examples.
+      of: int, how many it has.
+    """
+    number: int
+    of: int
+
+    def __str__(self):
+        return "example %d of %d" % (self.number, self.of)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSum(Placement):
+    """A sum of the tower's first examples, on its way to that of all.
+
+    Attributes:
+      count: int, how many are added up.
+      of: int, how many the tower has.
+    """
+    count: int
+    of: int
+
+    def __str__(self):
+        return "the sum of %d examples of %d" % (self.count, self.of)
 
 
 def _array(elements, shape):

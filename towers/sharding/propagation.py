@@ -15,8 +15,9 @@ from towers.private import control_flow_of, is_loop, outer_control_flow, positio
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import AsPartial, Decision, Node, Numbered, OwnRows, Refused, Replicated
 from towers.sharding.own_gradients import OwnGradients
-from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, Own, Partial, PartialMean, Replicate,
-                                        RowNumbers, Rows, Shard, Size, elements_of, size_of)
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, OneRow, Own, Partial, PartialMean,
+                                        Replicate, RowNumbers, Rows, RowSum, Shard, Size, elements_of, size_of)
+from towers.sharding.rules.single_rows import constant_of_a_turn
 from towers.sharding.rules.table import RULES, decide
 
 __all__ = ["Facts", "Plan", "loop_of", "meets_for", "propagate"]
@@ -79,6 +80,33 @@ class Facts:
     def known(self, tensor):
         """Returns the value that a constant has in one tower on the whole batch, None where that is not known."""
         return None if self._whole is None else self._whole.value(tensor)
+
+    @property
+    def num_rows(self):
+        """int, the tower's examples, or None."""
+        return self._num_rows
+
+    @property
+    def first(self):
+        """int, the number of the tower's first example, or None."""
+        return None if self._whole is None else self._whole.first
+
+    def row_of(self, op):
+        """Returns the `OneRow` that an op of a turn of Python's own loop over the examples computes of; None elsewhere."""
+        number = None if self._whole is None else self._whole.turns.get(op)
+        return None if number is None else OneRow(number, self._num_rows)
+
+    def varies(self, op):
+        """Tells whether a constant is not the same in all turns of such a loop."""
+        return op in self._whole.varying
+
+    def differs(self, op):
+        """Tells whether an op is a constant that is another one in the whole batch's model."""
+        return op.type == "Const" and self.of_constant(op) is not None
+
+    def join_of(self, op):
+        """Returns the `towers.sharding.row_loops.Join` that an op belongs to, or None."""
+        return None if self._whole is None else self._whole.joins.get(op)
 
     def elements(self, tensor):
         """Returns the elements of a tensor of integers as `Size` has them, a list, or None."""
@@ -305,6 +333,9 @@ class _Pass:
             return _of_layer(op, self._facts.layers[op], placements[0])
         if op in self._facts.of_each and any(not isinstance(placement, Replicate) for placement in placements):
             return _of_each_example(op)
+        row = self._facts.row_of(op) if op.type == "Const" else None
+        if row is not None and self._facts.varies(op):
+            return constant_of_a_turn(row, self._facts.known(op.outputs[0]), op.outputs[0].dtype)
         if op.type == "Const":
             is_whole = self._facts.is_whole or bool(self._whole_loops) and loop_of(op) in self._whole_loops
             return self._facts.of_constant(op, is_whole)
@@ -318,7 +349,8 @@ class _Pass:
             want, placement = self._entering[op]
             return Decision([placement], {0: want})
         rule = self._facts.rules.get(op.type)
-        if all(type(placement) is Replicate for placement in placements) and not (rule and rule.always):
+        if all(type(placement) is Replicate for placement in placements) and not (rule and rule.always) and (
+                self._facts.join_of(op) is None):
             return None
         return decide(Node(op, placements, self._facts))
 
@@ -347,7 +379,7 @@ def _left_alone(op, decision, placements):
     is_made_anew = decision.instead is not None and (op.type == "Const" or getattr(decision.instead, "changes", False))
     if not (meeting or decision.meets or decision.own or is_made_anew):
         return decision
-    outputs = [placement if isinstance(placement, (Shard, Blocks, RowNumbers, Listed, Size))
+    outputs = [placement if isinstance(placement, (Shard, Blocks, RowNumbers, Listed, OneRow, RowSum, Size))
                else PartialMean() if out.dtype.is_floating or out.dtype.is_complex else Own()
                for out, placement in zip(op.outputs, decision.outputs)]
     return Decision(outputs, {k: want for k, want in decision.wants.items() if k not in meeting and not isinstance(

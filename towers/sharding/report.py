@@ -15,14 +15,21 @@ _LARGE = 64 << 20  # bytes
 _MET = (Shard, Blocks, RowNumbers, Partial, PartialMean)
 
 
-def described(plan, tower):
-    """Returns where a plan lets its tower meet the others and what for, a list of str, the same in towers that are alike."""
-    found = []
+def described(plan, tower, turns=None):
+    """Returns where a plan lets its tower meet the others and what for, a list of str, the same in towers that are alike.
+
+    Args:
+      plan: `towers.sharding.propagation.Plan`.
+      tower: `TowerContext`.
+      turns: see `towers.sharding.twin.Twin`. Of what each turn takes whole, the first says it for all.
+    """
+    found, turns = [], turns or {}
     for op in plan.order:
         decision, name = plan.decisions.get(op), without_numbers(tower.relative(op.name))
         wants = {} if decision is None else decision.wants
         found.extend("%s %r takes its input %d whole" % (op.type, name, k) for k, want in sorted(wants.items())
-                     if isinstance(want, Replicated) and isinstance(plan.placements.get(end_of(op.inputs[k])), _MET))
+                     if isinstance(want, Replicated) and isinstance(plan.placements.get(end_of(op.inputs[k])), _MET)
+                     and not (turns.get(op) and turns.get(op.inputs[k].op) is None))
         if decision is not None and decision.instead is not None and decision.meets:
             found.append("%s %r is computed by a %s" % (op.type, name, decision.meets))
         found.extend("%s %r is met" % (op.type, name) for number in range(len(op.outputs)) if (op, number) in plan.at_source)

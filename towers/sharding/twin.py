@@ -2,7 +2,8 @@
 
 There `int(x.shape[0])`, `tf.shape(x)` and all that Python computes of them are constants, in which nothing tells a size from any
 other number. So the model function is called once more, with placeholders as large as the whole batch, in a graph of its own
-that takes from the user's what the model takes from outside. Op by op it is held against each tower: what differs is of a size.
+that takes from the user's what the model takes from outside. Op by op it is held against each tower, in
+`towers.sharding.pairing`: what differs is of a size.
 """
 import copy
 from typing import Any, NamedTuple
@@ -10,17 +11,14 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from towers.context import enter_tower
-from towers.graph_walk import ancestors, end_of, op_of
+from towers.graph_walk import end_of
 from towers.meetings import Meetings
-from towers.private import captured, counting_scopes_from, new_function_graph, position_of, scope_counts
-from towers.sharding.bodies import BODIES, Bodies, is_stateful
+from towers.private import captured, counting_scopes_from, new_function_graph, scope_counts
+from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import Refused
 from towers.turns import without_numbers
 
-__all__ = ["Twin", "TwinOp", "WholeModel", "build_twin", "noting_variables", "pair"]
-
-_MOST = 1 << 20  # entries of a constant that is looked at
-_MEND = "Hand the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])."
+__all__ = ["Twin", "TwinOp", "WholeModel", "build_twin", "layers_of", "noting_variables"]
 
 
 class TwinOp(NamedTuple):
@@ -35,11 +33,16 @@ class Twin:
 
     Attributes:
       num_rows: int, the examples of the whole batch, or None where its parts have several sizes.
+      first: int, the number of the tower's first example, or None.
+      varying: set of constants that are not the same in all turns of Python's own loops over the examples.
+      turns: dict from the ops of such loops to the number of the turn, one of the tower's examples.
+      joins: dict from ops that put such turns together to `towers.sharding.row_loops.Join`.
       bodies: `Bodies`, the functions that the tower's ops call, whose ops are held against those there too.
     """
 
-    def __init__(self, num_rows):
-        self.num_rows, self.bodies = num_rows, Bodies()
+    def __init__(self, num_rows, first):
+        self.num_rows, self.first, self.bodies = num_rows, first, Bodies()
+        self.varying, self.turns, self.joins = set(), {}, {}
         self._dims, self._values = {}, {}
 
     def knows(self, op):
@@ -188,144 +191,3 @@ def _placeholder(leaf, sizes):
     if not isinstance(leaf, tf.Tensor) or end_of(leaf) not in sizes:
         return leaf
     return tf.placeholder(leaf.dtype, [sizes[end_of(leaf)]] + leaf.shape.as_list()[1:])
-
-
-def pair(outputs, items, made, whole_model, num_rows, layers=()):
-    """Holds what a tower's results are computed of against the whole batch's, op by op, from the results backwards.
-
-    Args:
-      outputs: what the model function returned in the tower.
-      items: dict from keys of collections to lists of what it put there.
-      made: set of operations that it made, but for those that make variables.
-      whole_model: `WholeModel`.
-      num_rows: see `Twin`.
-      layers: see `layers_of`.
-
-    Returns:
-      A `Twin`.
-
-    Raises:
-      Refused: where the model function makes other ops of a batch of another size.
-    """
-    pairing = _Pairing(made, whole_model, Twin(num_rows), layers)
-    try:
-        tf.nest.assert_same_structure(outputs, whole_model.outputs)
-    except (TypeError, ValueError) as error:
-        raise Refused("the model function returns another structure for the whole batch. %s" % error) from error
-    for pair_of_outputs in zip(*[tf.nest.flatten(found, expand_composites=True) for found in (outputs, whole_model.outputs)]):
-        pairing.push(*pair_of_outputs)
-    for key, of_tower in items.items():
-        of_whole = whole_model.items.get(key, [])
-        for a, b in zip(of_tower, of_whole) if len(of_tower) == len(of_whole) else _of_one_name(of_tower, of_whole):
-            pairing.push(a, b)
-    return pairing.run()
-
-
-def _of_one_name(of_tower, of_whole):
-    """Returns pairs of items, in order: a synchronized layer hands out updates in the first tower alone."""
-    found, others = [], iter(of_whole)
-    for item in of_tower:
-        for other in others:
-            if None not in (op_of(item), op_of(other)) and _name(item) == _name(other):
-                found.append((item, other))
-                break
-    return found
-
-
-def _name(item):
-    return without_numbers(op_of(item).name.partition("/")[2])
-
-
-class _Pairing:
-    """Two graphs walked in step."""
-
-    def __init__(self, made, whole_model, twin, layers):
-        self._made, self._whole, self._twin = made, whole_model, twin
-        self._layers = {op: (inputs, others) for (inputs, ops), (others, _) in zip(layers, whole_model.layers) for op in ops}
-        self._seen, self._stack, self._differences = {}, [], []
-        self._bodies_of_whole = Bodies(are_shared=True)
-
-    def push(self, a, b):
-        """Pairs two items: tensors, operations, or anything else, which is let be."""
-        a, b = op_of(a), op_of(b)
-        if a is not None and b is not None:
-            self._stack.append((a, b))
-
-    def run(self):
-        """Returns the `Twin`."""
-        while self._stack:
-            a, b = self._stack.pop()
-            if a in self._seen or a not in self._made:
-                continue
-            self._seen[a] = b
-            if a in self._layers:
-                self._add_layer(a, *self._layers[a])
-            elif b in self._whole.taken_in:
-                self._add_same(a)
-            elif a.type == "Identity" and b.type == a.inputs[0].op.type and b.type in BODIES:
-                self._add_handed_on(a, b)
-            elif a.type != b.type or len(a.inputs) != len(b.inputs) or b in self._whole.given:
-                self._differences.append((a, "a %s" % a.type, "a %s" % b.type))
-            else:
-                self._add(a, b)
-        if self._differences:
-            op, of_tower, of_whole = min(self._differences, key=lambda each: position_of(each[0]))
-            raise Refused("the model function makes other ops of a batch of another size: %r, %s, is %s for the "
-                          "whole batch. %s" % (op.name, of_tower, of_whole, _MEND))
-        return self._twin
-
-    def _add(self, a, b):
-        for mine, other in zip(a.outputs, b.outputs):
-            if None not in (mine.shape.rank, other.shape.rank) and mine.shape.rank != other.shape.rank:
-                self._differences.append((a, "with %d axes" % mine.shape.rank, "with %d" % other.shape.rank))
-                return
-        self._twin.add(a, TwinOp(b.type, [_dims(out) for out in b.outputs], _value(b)))
-        self._stack.extend((mine.op, other.op) for mine, other in zip(a.inputs, b.inputs))
-        waits, of_whole = ([op for op in sorted(ops, key=position_of)] for ops in (
-            [op for op in a.control_inputs if op in self._made],
-            [op for op in b.control_inputs if op not in self._whole.taken_in]))
-        if [op.type for op in waits] == [op.type for op in of_whole]:
-            self._stack.extend(zip(waits, of_whole))
-
-        if a.type in BODIES:
-            self._add_bodies(a, b)
-
-    def _add_handed_on(self, a, b):
-        """TensorFlow hands on what a tf.while_loop returns by ops of their own, but not in a graph of a function."""
-        self._twin.add(a, TwinOp(a.type, [_dims(b.outputs[a.inputs[0].value_index])], None))
-        self._stack.append((a.inputs[0].op, b))
-
-    def _add_bodies(self, a, b):
-        of_tower, of_whole = self._twin.bodies.of(a), self._bodies_of_whole.of(b)
-        for mine, other in zip(of_tower, of_whole):
-            effects, of_other = ([op for op in sorted(body.ops, key=position_of) if is_stateful(op)] for body in (mine, other))
-            if len(mine.inputs) != len(other.inputs) or len(mine.outputs) != len(other.outputs) or len(effects) != len(of_other):
-                self._differences.append((a, "with %d arguments" % len(mine.inputs), "with %d" % len(other.inputs)))
-                return
-            self._made |= mine.ops
-            self._stack.extend((x.op, y.op) for x, y in zip(mine.inputs + mine.outputs, other.inputs + other.outputs))
-            self._stack.extend(zip(effects, of_other))
-
-    def _add_layer(self, a, inputs, of_whole):
-        """What a layer makes of its input follows the input's size, and which ops it takes may."""
-        own, whole = _dims(inputs[0]), _dims(of_whole[0])
-        self._twin.add(a, TwinOp(a.type, [whole if _dims(out) == own else _dims(out) for out in a.outputs], None))
-        for pair_of_inputs in zip(inputs, of_whole):
-            self.push(*pair_of_inputs)
-        self._stack.extend((source.op, source.op) for source in a.inputs if source.op in self._layers)
-
-    def _add_same(self, a):
-        """What the whole batch's model takes from the tower's is the same for it: a regularizer's of the variables."""
-        for op in ancestors([a], within=self._made):
-            self._seen[op] = None
-            self._twin.add(op, TwinOp(op.type, [_dims(out) for out in op.outputs], None))
-
-
-def _dims(tensor):
-    return None if tensor.shape.rank is None else tensor.shape.as_list()
-
-
-def _value(op):
-    if op.type != "Const" or (op.outputs[0].shape.num_elements() or 0) > _MOST:
-        return None
-    return tf.get_static_value(op.outputs[0])

@@ -11,20 +11,21 @@ from typing import Callable, Pattern, Union
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import ModelFn
-from towers.context import current_tower, enter_tower, may_differ
+from towers.context import Span, current_tower, enter_tower, may_differ
 from towers.graph_walk import ancestors, end_of, op_of
 from towers.inner_training import refuse_training
 from towers.private import is_recorded, position_of, without_intermediates
 from towers.rows import is_ragged, is_sparse
 from towers.sharding.gradient_functions import gradient_check
 from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated
-from towers.sharding.placements import (BATCH, Additive, Listed, Own, Partial, PartialMean, Replicate, RowNumbers, Rows, Shard,
-                                        Size)
+from towers.sharding.pairing import pair
+from towers.sharding.placements import (BATCH, Additive, Listed, OneRow, Own, Partial, PartialMean, Replicate, RowNumbers,
+                                        Rows, RowSum, Shard, Size)
 from towers.sharding.propagation import Facts, propagate
 from towers.sharding.report import described, drawn, log_meetings, warn_of_large_gathers
 from towers.sharding.rewriting import Rewriting
 from towers.sharding.rules.table import RULES
-from towers.sharding.twin import build_twin, layers_of, noting_variables, pair
+from towers.sharding.twin import build_twin, layers_of, noting_variables
 from towers.sharding.writes import alike_writes, leave_to_first
 from towers.turns import TowerMismatchError
 
@@ -186,14 +187,16 @@ class _Build:
             outputs = model_fn(*args) if batch.whole_sizes is None else _explained(model_fn, args, tower)
         tower.asked = alone.asked
         refuse_training(added.ops(), added.items().get(tf.GraphKeys.TRAIN_OP, ()) if tower.asked is None else ())
-        made, layers, twin = added.ops(), {}, None
+        made, made_here, layers, twin = added.ops(), tf.get_default_graph().get_operations(), {}, None
         for inputs, ops in layers_of(tower, spans):
             layers.update(dict.fromkeys(ops, inputs[0]))
         if batch.whole_sizes is not None:
             if turn not in self._twins:
                 self._twins[turn] = build_twin(model_fn, args, batch.whole_sizes, tower, variables, added.first_items)
-            twin = pair(outputs, added.items(), set(made) - variables.ops, self._twins[turn], batch.total,
-                        layers_of(tower, spans))
+            twin = pair(outputs, added.items(), set(made) - variables.ops, self._twins[turn],
+                        (batch.own, batch.first, batch.total), layers_of(tower, spans))
+            # What puts the turns of Python's own loops together takes as many as the tower has examples.
+            tower.spans.extend(Span(place, place + 1, None, ()) for place, op in enumerate(made_here) if op in twin.joins)
             for leaf in batch.leaves:
                 twin.set_dims(leaf, [batch.whole_sizes[end_of(leaf)]] + leaf.shape.as_list()[1:])
         needed = added.needed(outputs)
@@ -205,7 +208,6 @@ class _Build:
                           "the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])." % unknown[0].name)
         given = dict(batch.placements)
         given.update(((op, 0), Own()) for op in tower.meetings.stand_ins if op in needed and op not in layers)
-        made_here = tf.get_default_graph().get_operations()
         of_each = {op for first, last in tower.own_examples for op in made_here[first:last]}
         kernels = self._kernels(tower, needed)
         plan = propagate(needed, Facts(given, twin, batch.own, layers=layers, of_each=of_each, rules=kernels.rules,
@@ -213,7 +215,7 @@ class _Build:
         kernels.planned(plan)
         writes = alike_writes(plan)
         tower.alike_writes.update(writes)
-        self._check_alike(turn, plan, tower)
+        self._check_alike(turn, described(plan, tower, twin and twin.turns), tower)
         report = drawn(plan, tower) if tower.is_first else ""  # before inputs are others
         rewriting = Rewriting(tower, plan, twin, batch.like, batch.own, batch.first)
         rewriting.carry_out()
@@ -235,8 +237,7 @@ class _Build:
         first = self._chosen.setdefault(turn, chosen)
         return {op for op, is_chosen in zip(ops, first if len(first) == len(chosen) else chosen) if is_chosen}.__contains__
 
-    def _check_alike(self, turn, plan, tower):
-        steps = described(plan, tower)
+    def _check_alike(self, turn, steps, tower):
         first = self._plans.setdefault(turn, steps)
         for mine, of_first in zip(steps + [None], first + [None]):
             if mine != of_first:
@@ -410,7 +411,7 @@ class _Outputs:
         conversions, now = self._rewriting.conversions, self._rewriting.now(tensor)
         if isinstance(placement, Listed):
             raise Refused("the model function returns a list, %r: stack it." % tensor.name)
-        if isinstance(placement, Size):
+        if isinstance(placement, (OneRow, RowSum, Size)):
             now, placement = conversions.converted(tensor, Replicated()), Replicate()
         elif isinstance(placement, RowNumbers):
             now, placement = conversions.converted(tensor, Numbered()), Shard(placement.axis, placement.rows, placement.times)

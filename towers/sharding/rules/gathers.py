@@ -6,9 +6,11 @@ from is whole.
 import numpy as np
 
 from towers.sharding.nodes import Numbered, OwnRows, Unfit
-from towers.sharding.placements import (Additive, Blocks, Partial, Replicate, RowNumbers, Rows, Shard, Size, moved, size_of)
+from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, Replicate, RowNumbers, Rows, Shard, Size, moved,
+                                        size_of)
 from towers.sharding.rules.movement import is_of_size
 from towers.sharding.rules.reductions import own_rows_of
+from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
 
 __all__ = ["aligned"]
@@ -22,7 +24,7 @@ def numbers_of(placement, rows):
             and placement.of == Additive(rows.times, rows.rows))
 
 
-@rule("Gather GatherV2 ResourceGather", ROWS + (Size,) + SUMS)
+@rule("Gather GatherV2 ResourceGather", ROWS + (OneRow, Size) + SUMS)
 def gather(node):
     params, indices = node.inputs[0], node.inputs[1]
     axis = node.inputs[2].const() if node.type == "GatherV2" else 0
@@ -38,6 +40,10 @@ def gather(node):
                                                           "ResourceGather") and "batch_dims" in node.op.node_def.attr else 0
     if batch_dims:
         return _in_batches(node, batch_dims)
+    if node.of(OneRow):
+        if indices.rank or getattr(params.placement, "axis", None) != axis:
+            raise Unfit()
+        return row_taken(node, {1: (None, 0)})
     others = node.wanted([2]) if len(node.inputs) > 2 else {}
     if isinstance(params.placement, SUMS):
         if not isinstance(indices.placement, Replicate):

@@ -2,7 +2,8 @@
 import numpy as np
 
 from towers.sharding.nodes import ShapeOf, Unfit
-from towers.sharding.placements import COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, OneRow, Replicate, RowNumbers, Shard, Size,
+                                        moved, size_of)
 from towers.sharding.rules.pointwise import along_rows, jointly_linear
 from towers.sharding.rules.reductions import axes_of_gradient
 from towers.sharding.rules.table import SUMS, rule
@@ -256,8 +257,16 @@ def unpack(node):
         return node.decide([plain if k == placement.column else Shard(placement.axis, placement.rows, placement.times)
                             for k in range(len(node.outputs))])
     if axis == placement.axis:
-        raise Unfit()
+        return node.decide(_each_row(node, len(node.outputs)))
     return node.decide(moved(placement, placement.axis - (axis < placement.axis)))
+
+
+def _each_row(node, count):
+    """Returns the placements of the tower's examples taken apart, a list."""
+    placement = next(value.placement for value in node.inputs if not isinstance(value.placement, Replicate))
+    if type(placement) is not Shard or placement.rows != BATCH or placement.times != 1 or count != node.context.num_rows:
+        raise Unfit()
+    return [OneRow(number, count) for number in range(count)]
 
 
 def kept(element):
@@ -281,6 +290,8 @@ def split(node):
     parts = node.attr("num_split")
     if int(axis) % node.inputs[data].rank == placement.axis:
         outer = getattr(placement, "outer", 1)
+        if node.type == "Split" and outer == 1:
+            return node.decide(_each_row(node, parts), others)
         if node.type == "SplitV" or outer % parts:
             raise Unfit()
         return node.decide(in_blocks(placement, placement.axis, outer // parts, placement.times), others)

@@ -1,7 +1,8 @@
 """Rows that are taken by their place, and what is put back there: slices, and the gradient of slices."""
 from towers.sharding.nodes import ShapeOf, Unfit
-from towers.sharding.placements import Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
+from towers.sharding.placements import Additive, Blocks, OneRow, Replicate, RowNumbers, Shard, Size, moved, size_of
 from towers.sharding.rules.movement import in_blocks, is_of_size, kept
+from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
 
 __all__ = []
@@ -39,9 +40,11 @@ def index_of(node):
     return found
 
 
-@rule("StridedSlice", ROWS + (Size,) + SUMS)
+@rule("StridedSlice", ROWS + (OneRow, Size) + SUMS)
 def strided_slice(node):
     value = node.inputs[0]
+    if node.of(OneRow):
+        return _one_row(node)
     placement, rank = value.placement, value.rank
     if isinstance(placement, SUMS):
         return node.decide(placement, node.wanted([1, 2, 3]))
@@ -54,8 +57,8 @@ def strided_slice(node):
     for item, position in _items(index, rank):
         if item is not None:
             if source == placement.axis:
-                found = _rows_taken(placement, item, axis)
                 own = () if position is None else (position,)
+                found = _rows_taken(placement, item, axis)
             elif isinstance(placement, RowNumbers) and placement.column is not None and source == rank - 1:
                 return _column_taken(node, placement, item)
             source += 1
@@ -125,9 +128,25 @@ def _blocks_until(placement, element):
     raise Unfit()
 
 
-@rule("Slice", ROWS + (Size,) + SUMS)
+def _one_row(node):
+    """Decides for an index that takes a single row by the number of its turn in a loop of Python's."""
+    source = 0
+    for item, position in _items(index_of(node), node.inputs[0].rank):
+        if item is not None:
+            if position is not None and source == getattr(node.inputs[0].placement, "axis", None) and not (
+                    isinstance(item, slice) and item.step != 1):
+                return row_taken(node, {1: (position, 0), 2: (position, 1)})
+            source += 1
+    raise Unfit()
+
+
+@rule("Slice", (OneRow,) + ROWS + (Size,) + SUMS)
 def slice_(node):
     placement = node.inputs[0].placement
+    if node.of(OneRow):
+        if not isinstance(placement, Shard):
+            raise Unfit()
+        return row_taken(node, {1: (placement.axis, 0), 2: (placement.axis, None)})
     if isinstance(placement, SUMS):
         return node.decide(placement, node.wanted([1, 2]))
     begin, size = node.inputs[1].elements(), node.inputs[2].elements()

@@ -7,7 +7,9 @@ gets all inputs whole. What an op computes of whole inputs is whole, so that muc
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
 from towers.sharding.nodes import Refused, Replicated, Unfit
-from towers.sharding.placements import Blocks, Listed, Partial, PartialMean, Replicate, RowNumbers, Shard, Size
+from towers.sharding.placements import (Blocks, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum, Shard,
+                                        Size)
+from towers.sharding.rules.single_rows import drawn_in_a_turn, of_single_rows
 
 __all__ = ["ANY", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
 
@@ -75,6 +77,8 @@ def decide(node: Any) -> Optional[Any]:
       Refused: for an op without a rule that has state or draws, and inputs that are not replicated.
     """
     found = node.context.rules.get(node.type)
+    if node.of(OneRow, RowSum) or node.context.join_of(node.op) is not None:
+        return of_single_rows(node, found)
     if all(type(value.placement) is Replicate for value in node.inputs) and not (found and found.always):
         return None
     if found is None:
@@ -91,7 +95,8 @@ def decide(node: Any) -> Optional[Any]:
     for k, placement in zip(unknown, kept):
         node.inputs[k].placement = placement
         decision.wants.setdefault(k, Replicated())
-    return decision
+    row = node.context.row_of(node.op)
+    return drawn_in_a_turn(node, row, decision) if row is not None and found.always else decision
 
 
 def _without_rule(node):
