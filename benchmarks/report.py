@@ -145,9 +145,12 @@ def _train_step(result):
 
 
 def _conversion(result):
-    return _table(["towers", "variant", "ms a step", "converted towers / variant"], [
+    table = _table(["towers", "variant", "ms a step", "converted towers / variant"], [
         [row["towers"], name, _spread(peer["milliseconds"], 1), _spread(peer["ratio"])]
         for row in result["rows"] for name, peer in row["peers"].items()])
+    return table + "\n\nA ResNet-20, converted / unconverted:\n\n" + _table(["batch norms", "a step", "to build it", "nodes"], [
+        [name, _spread(of_network["step"]), _spread(of_network["build"]), "%.2f" % of_network["nodes"]]
+        for row in result["rows"] for name, of_network in row.get("resnet_20", {}).items()])
 
 
 def _graph(result):

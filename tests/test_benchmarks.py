@@ -52,7 +52,8 @@ def shallow(monkeypatch):
     """Makes ResNets of one convolution, whatever depth is asked for: what a benchmark does with them is the same."""
     def model_fn(layers, *_, made=networks.model_fn):
         return made(layers, 2)
-    for module, name in ((networks, "model_fn"), (networks, "resnet_50"), (conversion, "resnet_50"), (graph, "model_fn")):
+    for module, name in ((networks, "model_fn"), (networks, "resnet_50"), (conversion, "resnet_50"), (conversion, "model_fn"),
+                         (graph, "model_fn")):
         monkeypatch.setattr(module, name, model_fn)
 
 
