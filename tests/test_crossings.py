@@ -93,8 +93,7 @@ CROSSING = [by_unique_classes,
 
 # Written out for each example of a batch of known size: the whole batch has more of them than a tower.
 WRITTEN_OUT = [lambda x: x + tf.stack([x[i] - x[0] for i in range(x.shape[0])]),
-               lambda x: x - tf.reduce_mean(tf.sin(tf.concat(tf.split(x, int(x.shape[0])), 0)), [0, 1]),
-               lambda x: x + tf.stack([row - tf.reduce_mean(tf.unstack(x), 0) for row in tf.unstack(x)])]
+               lambda x: x - tf.reduce_mean(tf.sin(tf.concat(tf.split(x, int(x.shape[0])), 0)), [0, 1])]
 
 if not tf.control_flow_v2_enabled():
     CROSSING += [lambda x: x + tf.scan(lambda state, row: 0.5 * state + row, x)]
@@ -157,9 +156,17 @@ def test_what_only_leaves_out_is_said_nothing_of():
 
 @pytest.mark.parametrize("layer", WRITTEN_OUT + [
     of_each, lambda x: of_each(x, lambda x: tf.split(x, int(x.shape[0])), lambda rows: tf.concat(rows, 0)), of_own_kernels])
-def test_what_is_written_out_for_each_example_is_refused_by_name(layer):
-    with pytest.raises(ValueError, match="towers.whole_batch: the model function makes other ops of a batch of another size: "):
-        build(tf_syncbn.convert_model(model_of(layer)), (X,), 2)
+def test_what_is_written_out_for_each_example_trains_as_one_tower_does(layer):
+    assert_equals_one_batch(tf_syncbn.convert_model(model_of(layer)), (X,), 2, [2, 5], steps=2)
+
+
+def test_what_each_example_is_held_against_again_needs_towers_of_as_many():
+    def layer(x):
+        return x + tf.stack([row - tf.reduce_mean(tf.unstack(x), 0) for row in tf.unstack(x)])
+    converted = tf_syncbn.convert_model(model_of(layer))
+    assert_equals_one_batch(converted, (X[:6],), 2, [3, 3], steps=2)
+    with pytest.raises(ValueError, match="towers would meet otherwise than tower 0"):
+        build(converted, (X,), 2)
 
 
 def test_a_batch_of_unknown_size_is_sliced():

@@ -243,7 +243,7 @@ class _Build:
             if mine != of_first:
                 raise TowerMismatchError(
                     "towers.whole_batch: towers would meet otherwise than tower 0: in tower 0 %s, in tower %d %s. Does the model "
-                    "function make another network of a batch of another size?"
+                    "function make another network of a batch of another size? Then give each tower as many examples."
                     % (of_first or "nothing more", tower.index, mine or "nothing more"))
 
 
