@@ -636,7 +636,7 @@ def test_a_batch_norm_in_a_while_loop_is_refused_by_control_flow_1_where_sizes_a
     if tf.control_flow_v2_enabled():
         assert_law(model_fn, batch_of([7, 5, 4, 3]), "first", [])
         return
-    with pytest.raises(ValueError, match="whole_batch: the state of a tf.while_loop, 'tower_0/while.*has another size"):
+    with pytest.raises(ValueError, match="convert_model: the state of a tf.while_loop, 'tower_0/while.*has another size"):
         build(tf_syncbn.convert_model(model_fn), batch_of([7, 5, 4, 3]))
 
 

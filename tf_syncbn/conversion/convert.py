@@ -3,6 +3,7 @@
 Placements find what has to be of the whole batch, without knowing what it is. What is left to do here is to compute batch norms
 by kernels (`batch_norms`), to tell which were found, and to know their moving averages (`averages`).
 """
+import contextlib
 import functools
 import re
 from typing import Callable, NamedTuple, Pattern, Union
@@ -76,7 +77,8 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
         if tower is None:
             return model_fn(*args, **kwargs)
         if tower.num_towers > 1:
-            outputs = of_many(*args, **kwargs)
+            with _saying_its_name():
+                outputs = of_many(*args, **kwargs)
             if tower.is_first:
                 converted.meetings, converted.report = of_many.meetings, of_many.report
                 converted.converted = of_many.kernels.layers(chosen)
@@ -91,6 +93,17 @@ def convert_model(model_fn: ModelFn, only: Union[str, Pattern, Callable[[str], b
         functools.update_wrapper(converted, model_fn)
     converted.converted, converted.meetings, converted.report = [], [], ""  # type: ignore[attr-defined]
     return converted
+
+
+@contextlib.contextmanager
+def _saying_its_name():
+    """Lets what `towers.whole_batch` refuses name the function that the user called."""
+    try:
+        yield
+    except ValueError as error:
+        if error.args and isinstance(error.args[0], str):
+            error.args = (re.sub("^towers.whole_batch: ", "convert_model: ", error.args[0]),) + error.args[1:]
+        raise
 
 
 class _Conversion(BatchNorms):

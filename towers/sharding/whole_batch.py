@@ -12,15 +12,15 @@ import tensorflow.compat.v1 as tf
 
 from towers.annotations import ModelFn
 from towers.context import Span, current_tower, enter_tower, may_differ
-from towers.graph_walk import ancestors, end_of, op_of
+from towers.graph_walk import end_of
 from towers.inner_training import refuse_training
 from towers.private import is_recorded, position_of, without_intermediates
-from towers.rows import is_ragged, is_sparse
+from towers.sharding.given import Added, Given, without_size
 from towers.sharding.gradient_functions import gradient_check
-from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated
+from towers.sharding.nodes import Refused
+from towers.sharding.outputs import Outputs
 from towers.sharding.pairing import pair
-from towers.sharding.placements import (BATCH, Additive, Listed, OneRow, Own, Partial, PartialMean, Replicate, RowNumbers,
-                                        Rows, RowSum, Shard, Size)
+from towers.sharding.placements import Own
 from towers.sharding.propagation import Facts, propagate
 from towers.sharding.report import described, drawn, log_meetings, warn_of_large_gathers
 from towers.sharding.rewriting import Rewriting
@@ -127,10 +127,10 @@ def plan_alone(model_fn, args, kwargs, tower, only, kernels):
     Returns:
       The outputs, and the `Kernels`; None for these where several towers would be refused.
     """
-    added = _Added(tf.get_default_graph(), tower)
+    added = Added(tf.get_default_graph(), tower)
     outputs = model_fn(*args, **kwargs)
     try:
-        batch = _Batch((args, kwargs), tower)
+        batch = Given((args, kwargs), tower)
         needed = added.needed(outputs)
         made = kernels(tower, needed)
         is_chosen = only and (lambda op: only(_scope_of(op, tower)))
@@ -175,12 +175,12 @@ class _Build:
             raise Refused("a tf.GradientTape records the model function, and its gradients would be of each tower's own. Take "
                           "them by towers.minimize or tf.gradients, outside of the tape.")
         turn = self._calls[tower.index] = self._calls.get(tower.index, -1) + 1
-        added = _Added(tf.get_default_graph(), tower)
-        batch = _Batch(args, tower)
+        added = Added(tf.get_default_graph(), tower)
+        batch = Given(args, tower)
         if batch.whole_sizes is None or of_any_size:  # then Python code must not see the tower's sizes either
             with may_differ():
-                args = tf.nest.map_structure(_of_any_size, args)
-            batch = _Batch(args, tower)
+                args = tf.nest.map_structure(without_size, args)
+            batch = Given(args, tower)
         spans = len(tower.spans)
         alone = tower.alone()
         with noting_variables() as variables, enter_tower(alone), without_intermediates():
@@ -224,7 +224,7 @@ class _Build:
         kernels.carried_out()
         warn_of_large_gathers(rewriting.conversions.meetings, tower)
         added.replace(rewriting.now)
-        outputs = _Outputs(rewriting, plan, batch, tower).of(outputs)
+        outputs = Outputs(rewriting, plan, batch, tower).of(outputs)
         tower.examined.update(added.ops())
         if writes and not tower.is_first:
             leave_to_first(writes, set(added.ops()), added.results(outputs))
@@ -261,176 +261,3 @@ def _explained(model_fn, args, tower):
         raise Refused("the model function can't be called with the examples of tower %d: %s If it takes more of them than the "
                       "tower has, hand the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])."
                       % (tower.index, error)) from error
-
-
-def _of_any_size(leaf):
-    """Returns a part of the batch whose size along axis 0 is not known while the graph is built."""
-    if is_sparse(leaf):
-        if tf.dimension_value(leaf.dense_shape.shape[0]) is None:
-            return leaf
-        shape = tf.concat([tf.placeholder_with_default(leaf.dense_shape[:1], [1]), leaf.dense_shape[1:]], 0)
-        return tf.SparseTensor(leaf.indices, leaf.values, shape)
-    if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or tf.dimension_value(leaf.shape[0]) is None:
-        return leaf
-    return tf.placeholder_with_default(leaf, [None] + leaf.shape.as_list()[1:])
-
-
-class _Added:
-    """What a graph gets while a model function runs; to be made before."""
-
-    def __init__(self, graph, tower):
-        self._graph, self._tower = graph, tower
-        self._first_op = len(graph.get_operations())
-        self.first_items = {key: len(graph.get_collection_ref(key)) for key in graph.collections}
-
-    def ops(self):
-        """Returns the ops made since, but for those that belong to no tower."""
-        of_all = self._tower.meetings.aggregated()
-        return [op for op in self._graph.get_operations()[self._first_op:] if op not in of_all]
-
-    def items(self):
-        """Returns what was added to collections since, a dict of lists."""
-        return {key: self._graph.get_collection_ref(key)[self.first_items.get(key, 0):] for key in self._graph.collections}
-
-    def regularizers(self, batch):
-        """Returns the ops of penalties on variables, which are made with these, in the first tower alone; a set."""
-        made, found = set(self.ops()), set()
-        for item in self.items().get(tf.GraphKeys.REGULARIZATION_LOSSES, ()):
-            ops = ancestors([item], within=made) if op_of(item) is not None else ()
-            if not any(end_of(tensor) in batch.placements for op in ops for tensor in op.inputs):
-                found.update(ops)
-        return found
-
-    def needed(self, outputs):
-        """Returns those of the ops that outputs and what was added to collections depend on."""
-        return ancestors(self.results(outputs), within=set(self.ops()))
-
-    def results(self, outputs):
-        """Returns the ops and tensors among outputs and what was added to collections, a list."""
-        items = tf.nest.flatten(outputs, expand_composites=True) + sum(self.items().values(), [])
-        return [item for item in items if op_of(item) is not None and op_of(item).graph is self._graph]
-
-    def replace(self, now):
-        """Puts what stands for tensors into collections."""
-        for key in self._graph.collections:
-            items = self._graph.get_collection_ref(key)
-            first = self.first_items.get(key, 0)
-            items[first:] = [now(item) if isinstance(item, tf.Tensor) and item.graph is self._graph else item
-                             for item in items[first:]]
-
-
-class _Batch:
-    """The batch of a tower: which of its tensors hold the examples, and how many there are.
-
-    Attributes:
-      leaves: list of tensors that hold examples along axis 0, dense ones.
-      placements: dict from (op, number) to `Placement`.
-      own, first, total: int, how many examples the tower has, the number of its first, and how many there are; None where sizes
-        are not known while the graph is built.
-      like: (tensor, axis) whose size is the number of the tower's examples, (tensor, None) that number, or None.
-      whole_sizes: dict from (op, number) to the size along axis 0 in the whole batch; None where that is not known.
-    """
-
-    def __init__(self, args, tower):
-        self.placements, self.leaves, self.like = {}, [], None
-        for leaf in tf.nest.flatten(args):
-            if is_ragged(leaf):
-                raise Refused("a part of the batch is ragged, %r, and of its rows nothing is known. Hand in a "
-                              "dense tensor and each row's length." % (leaf,))
-            if is_sparse(leaf):
-                self._add_sparse(leaf)
-            elif isinstance(leaf, tf.Tensor):
-                if leaf.shape.rank is None:
-                    raise Refused("a part of the batch, %r, has an unknown rank: give it a shape." % leaf.name)
-                if leaf.shape.rank:
-                    self.leaves.append(leaf)
-        own = [tf.dimension_value(leaf.shape[0]) for leaf in self.leaves]
-        per_tower = [tower.sizes_of(leaf) for leaf in self.leaves]
-        is_sparse_too = any(is_sparse(leaf) for leaf in tf.nest.flatten(args))
-        is_known = bool(self.leaves) and None not in own + per_tower and not is_sparse_too
-        # What is not known is checked when it runs.
-        is_one_size = not is_known or all(sizes == per_tower[0] for sizes in per_tower)
-        for number, leaf in enumerate(self.leaves):
-            rows = BATCH if is_one_size else Rows("part %d of the batch" % number)
-            self.placements[end_of(leaf)] = Shard(0, rows, 1)
-        if self.leaves:
-            self.like = (self.leaves[0], 0) if is_one_size else None
-        self.own = self.first = self.total = self.whole_sizes = None
-        if is_known:
-            self.whole_sizes = {end_of(leaf): sum(sizes) for leaf, sizes in zip(self.leaves, per_tower)}
-        if is_known and is_one_size:
-            self.own, self.total, self.first = own[0], sum(per_tower[0]), sum(per_tower[0][:tower.index])
-
-    def _add_sparse(self, leaf):
-        rows = Rows(leaf.values.op.name)
-        self.like = leaf.dense_shape[0], None
-        self.placements[end_of(leaf.indices)] = RowNumbers(0, rows, 1, Additive(1, BATCH), self.like, 0)
-        self.placements[end_of(leaf.values)] = Shard(0, rows, 1)
-        rank = tf.dimension_value(leaf.dense_shape.shape[0])
-        if rank is None:
-            raise Refused("a sparse part of the batch, %r, has an unknown rank." % leaf.values.name)
-        self.placements[end_of(leaf.dense_shape)] = Size((Additive(1, BATCH),) + (None,) * (rank - 1), (rank,))
-
-
-class _Outputs:
-    """What a tower hands out: losses that are averaged by the towers' shares, and the placements of all else."""
-
-    def __init__(self, rewriting, plan, batch, tower):
-        self._rewriting, self._plan, self._batch, self._tower = rewriting, plan, batch, tower
-
-    def of(self, outputs):
-        """Returns the model function's outputs."""
-        graph = tf.get_default_graph()
-        is_weighted = isinstance(outputs, dict) and "weight" in outputs
-        found = tf.nest.map_structure(lambda leaf: self._leaf(leaf) if isinstance(
-            leaf, tf.Tensor) and leaf.graph is graph else leaf, outputs, expand_composites=True)
-        if is_weighted:
-            if self._tower.is_first:
-                tf.logging.warning("towers.whole_batch: the model function returns a \"weight\", which is not needed and not "
-                                   "looked at: its loss is that of the whole batch as it stands.")
-            found = dict(found, weight=self._weight())
-            self._tower.placements[end_of(found["weight"])] = Partial() if self._batch.like is not None else Replicate()
-        return found
-
-    def _weight(self):
-        with may_differ():
-            if self._batch.like is None:
-                return tf.constant(1.0, tf.float64)
-            if self._batch.own is not None:
-                return tf.constant(self._batch.own)
-            if not self._batch.leaves:
-                return tf.cast(self._batch.like[0], tf.int32)
-            sizes = tf.stack([tf.shape(leaf)[0] for leaf in self._batch.leaves])
-            check = tf.raw_ops.Assert(condition=tf.reduce_all(tf.equal(sizes, sizes[0])), data=[
-                "The tensors in the batch of tower %d disagree in size along axis 0. Their sizes are" % self._tower.index, sizes])
-            with tf.control_dependencies([check]):
-                return tf.identity(sizes[0])
-
-    def _leaf(self, tensor):
-        placement = self._plan.placements.get(end_of(tensor), Replicate())
-        conversions, now = self._rewriting.conversions, self._rewriting.now(tensor)
-        if isinstance(placement, Listed):
-            raise Refused("the model function returns a list, %r: stack it." % tensor.name)
-        if isinstance(placement, (OneRow, RowSum, Size)):
-            now, placement = conversions.converted(tensor, Replicated()), Replicate()
-        elif isinstance(placement, RowNumbers):
-            now, placement = conversions.converted(tensor, Numbered()), Shard(placement.axis, placement.rows, placement.times)
-        elif isinstance(placement, PartialMean) and placement.rows != BATCH:
-            now, placement = conversions.converted(tensor, AsPartial()), Partial()
-        if isinstance(placement, Partial) and now.shape.rank == 0 and now.dtype.is_floating:
-            now, placement = self._over_share(now), PartialMean()
-        if not isinstance(placement, Own):  # which `only` left to each tower
-            self._tower.placements[end_of(now)] = placement
-        return now
-
-    def _over_share(self, loss):
-        """Returns a sum's part as the towers' shares average it."""
-        own, total = self._batch.own, self._batch.total
-        with tf.name_scope(self._tower.name_scope + "whole_batch/"), may_differ():
-            if self._batch.like is None:
-                return tf.multiply(loss, tf.constant(self._tower.num_towers, loss.dtype), name="loss")
-            if own is None:
-                own, total, _ = self._rewriting.conversions.batch_count()
-                own, total = tf.cast(own, tf.float64), tf.cast(total, tf.float64)
-                return tf.multiply(loss, tf.cast(tf.math.divide_no_nan(total, own), loss.dtype), name="loss")
-            return tf.multiply(loss, tf.constant(total / own if own else 0.0, loss.dtype), name="loss")
