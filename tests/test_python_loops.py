@@ -223,6 +223,17 @@ def with_noise_for_all(x):
                            for row in tf.unstack(h)])
 
 
+def by_as_many_rows_of_a_variable(x):
+    rows = tf.unstack(tf.get_variable("rows", [9, 3], x.dtype, tf.random_normal_initializer(seed=3)))
+    return tf.add_n([tf.reduce_sum(tf.sin(row) * each) for row, each in zip(tf.unstack(layer(x)), rows)])
+
+
+def by_an_attribute(x):
+    square = tf.get_variable("square", [3, 3], x.dtype, tf.random_normal_initializer(seed=3))
+    return tf.add_n([tf.reduce_sum(tf.matmul(row[None], square, transpose_b=bool(i % 2)) ** 2)
+                     for i, row in enumerate(tf.unstack(layer(x)))])
+
+
 def written_in_turn(x):
     total = tf.get_variable("total", [3], tf.float64, tf.zeros_initializer(), trainable=False)
     for row in tf.unstack(layer(x)):
@@ -246,10 +257,12 @@ def test_a_constant_in_a_function_that_turns_have_not_alike_is_refused():
 
 @pytest.mark.parametrize("model,message", [
     (the_first, "takes example 0 of 4 of the tower's by its place"),
-    (against_the_row_before, "takes example . of 4 of the tower's by its place"),
+    (against_the_row_before, "by its output 3, is by its output 8 for the whole batch"),
+    (by_as_many_rows_of_a_variable, "by its output 4, is by its output 8 for the whole batch"),
+    (by_an_attribute, "its turns are not alike"),
     (against_each_other, "makes other ops of a batch of another size"),
     (of_all_before, "its turns are not alike"),
-    (backwards, "does not take all of the tower's examples, each once and in order"),
+    (backwards, "by its output 3, is by its output 8 for the whole batch"),
     (with_noise_for_all, "draws for all examples in a turn"),
     (every_second, "makes other ops of a batch of another size"),
     (written_in_turn, "by its place|nothing like it for the whole batch")])

@@ -5,7 +5,7 @@ from towers.graph_walk import ancestors, op_of
 from towers.private import position_of
 from towers.sharding.bodies import BODIES, Bodies, is_stateful
 from towers.sharding.nodes import Refused
-from towers.sharding.row_loops import join_of, own_of_turns
+from towers.sharding.row_loops import attributes_of, join_of, own_of_turns
 from towers.sharding.twin import Twin, TwinOp
 from towers.turns import without_numbers
 
@@ -75,9 +75,18 @@ class _Pairing:
 
     def push(self, a, b, turn=None):
         """Pairs two items: tensors, operations, or anything else, which is let be; of a turn of Python's own loop perhaps."""
-        a, b = op_of(a), op_of(b)
-        if a is not None and b is not None:
-            self._stack.append((a, b, turn))
+        of_tower, of_whole = op_of(a), op_of(b)
+        if of_tower is not None and of_whole is not None:
+            self._stack.append((of_tower, of_whole, turn))
+            numbers = [getattr(each, "value_index", 0) for each in (a, b)]
+            if numbers[0] != numbers[1] and of_tower in self._made and of_tower.type == of_whole.type and not self._takes_examples_apart(
+                    of_tower, of_whole, numbers, turn):
+                self._differences.append((of_tower, "by its output %d" % numbers[0], "by its output %d" % numbers[1]))
+
+    def _takes_examples_apart(self, a, b, numbers, turn):
+        """Tells whether a turn takes its own example of what has an output for each of the tower's."""
+        return (a.type == b.type and turn is not None and numbers == [turn, self._first + turn]
+                and [len(a.outputs), len(b.outputs)] == [self._own, self._total])
 
     def run(self):
         """Returns the `Twin`."""
@@ -116,10 +125,14 @@ class _Pairing:
             if None not in (mine.shape.rank, other.shape.rank) and mine.shape.rank != other.shape.rank:
                 self._differences.append((a, "with %d axes" % mine.shape.rank, "with %d" % other.shape.rank))
                 return
+        if attributes_of(a) != attributes_of(b):
+            self._differences.append((a, "with %s" % attributes_of(a), "with %s" % attributes_of(b)))
+            return
         self._twin.add(a, TwinOp(b.type, [_dims(out) for out in b.outputs], _value(b)))
         if b in self._varying:
             self._twin.varying.add(a)
-        self._stack.extend((mine.op, other.op, turn) for mine, other in zip(a.inputs, b.inputs))
+        for mine, other in zip(a.inputs, b.inputs):
+            self.push(mine, other, turn)
         waits, of_whole = ([op for op in sorted(ops, key=position_of)] for ops in (
             [op for op in a.control_inputs if op in self._made],
             [op for op in b.control_inputs if op not in self._whole.taken_in]))
@@ -165,8 +178,8 @@ class _Pairing:
                 self._differences.append((a, "with %d arguments" % len(mine.inputs), "with %d" % len(other.inputs)))
                 return
             self._made |= mine.ops
-            self._stack.extend((x.op, y.op, turn) for x, y in zip(
-                mine.inputs + mine.outputs + effects, other.inputs + other.outputs + of_other))
+            for pair_of_items in zip(mine.inputs + mine.outputs + effects, other.inputs + other.outputs + of_other):
+                self.push(*pair_of_items, turn)
 
     def _add_layer(self, a, inputs, of_whole):
         """What a layer makes of its input follows the input's size, and which ops it takes may."""

@@ -179,9 +179,13 @@ class Rewriting:
         place = outer_control_flow(flow) if is_way_in else self._flow if flow is None else flow
         waits = [self._ops.get(earlier, earlier) for earlier in op.control_inputs] if control_flow_of(op) is flow else []
         with within_control_flow(place), tf.control_dependencies(waits if not is_way_in else []), tf.name_scope(None):
-            made = op.graph.create_op(
-                op.type, inputs, [output.dtype for output in op.outputs], attrs=attributes, op_def=op.op_def,
-                input_types=[tensor.dtype for tensor in op.inputs], name=op.name + "/whole_batch/" + op.type)
+            try:
+                made = op.graph.create_op(
+                    op.type, inputs, [output.dtype for output in op.outputs], attrs=attributes, op_def=op.op_def,
+                    input_types=[tensor.dtype for tensor in op.inputs], name=op.name + "/whole_batch/" + op.type)
+            except ValueError as error:
+                raise Refused("%r can't be made anew of the whole batch's sizes: %s Hand the batch in with an unknown size, "
+                              "tf.placeholder_with_default(x, [None, ...])." % (op.name, error)) from error
         if is_way_in:
             put_in_flow(made, flow)
         self._tell_shapes(op, made)

@@ -10,11 +10,16 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import position_of
 
-__all__ = ["Join", "join_of", "own_of_turns"]
+__all__ = ["Join", "attributes_of", "join_of", "own_of_turns"]
 
 _ADDITIONS = ("Add", "AddV2")
 # Types of ops that put turns together -> which input is none of a turn.
 _JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": None}
+
+_KINDS = frozenset(["bool", "float", "int", "list(bool)", "list(float)", "list(int)", "string"])
+_OF_NO_VALUE = frozenset(["N", "container", "num", "num_split", "parallel_iterations", "seed", "seed2", "shared_name",
+                          "stack_name", "tensor_array_name"])
+_ATTRIBUTES = {}  # type of an op -> the names of those that are looked at
 
 
 class Join(NamedTuple):
@@ -62,6 +67,14 @@ def join_of(a, b, own, total):
     return Join([(a, b)], b.type, _axis(b), mine, theirs, times, are_in_blocks, list(zip(mine_too, theirs_too)))
 
 
+def attributes_of(op):
+    """Returns what an op computes by besides its inputs, a str: its attributes, but for types, shapes, functions and counts."""
+    if op.type not in _ATTRIBUTES:
+        _ATTRIBUTES[op.type] = [] if op.op_def is None else [
+            attribute.name for attribute in op.op_def.attr if attribute.name not in _OF_NO_VALUE and attribute.type in _KINDS]
+    return repr([op.get_attr(name) for name in _ATTRIBUTES[op.type]])
+
+
 def own_of_turns(turns, times):
     """Returns what each turn of a loop has for itself: a set of operations, and those of them that are other constants in each.
 
@@ -77,8 +90,8 @@ def own_of_turns(turns, times):
         if ops[0] in own or all(op is ops[0] for op in ops):
             continue
         own.update(ops)
-        if len({(op.type, len(op.inputs)) for op in ops}) > 1 or not ops[0].inputs and not (
-                ops[0].type in ("Const", "NoOp") or ops[0].op_def.is_stateful):
+        is_source = not ops[0].inputs and ops[0].type not in ("Const", "NoOp") and not ops[0].op_def.is_stateful
+        if is_source or len({(op.type, len(op.inputs)) for op in ops}) > 1 or len(set(map(attributes_of, ops))) > 1:
             raise ValueError("its turns are not alike: %r, %r" % (ops[0].name, ops[-1].name))
         if ops[0].type == "Const":
             values = [tf.get_static_value(op.outputs[0]) for op in ops]
