@@ -5,14 +5,14 @@ from towers.graph_walk import ancestors, op_of
 from towers.private import position_of
 from towers.sharding.bodies import BODIES, Bodies, is_stateful
 from towers.sharding.nodes import Refused
-from towers.sharding.row_loops import attributes_of, join_of, own_of_turns
+from towers.sharding.row_loops import attributes_of, join_of, own_of_turns, turns_added_up
 from towers.sharding.twin import Twin, TwinOp
 from towers.turns import without_numbers
 
 __all__ = ["pair"]
 
 _MOST = 1 << 20  # entries of a constant that is looked at
-_MEND = "Hand the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])."
+_MEND = "Hand the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...]), and let TensorFlow loop, tf.map_fn."
 
 
 def pair(outputs, items, made, whole_model, rows, layers=()):
@@ -79,8 +79,8 @@ class _Pairing:
         if of_tower is not None and of_whole is not None:
             self._stack.append((of_tower, of_whole, turn))
             numbers = [getattr(each, "value_index", 0) for each in (a, b)]
-            if numbers[0] != numbers[1] and of_tower in self._made and of_tower.type == of_whole.type and not self._takes_examples_apart(
-                    of_tower, of_whole, numbers, turn):
+            is_alike = numbers[0] == numbers[1] or of_tower.type != of_whole.type or of_tower not in self._made
+            if not is_alike and not self._takes_examples_apart(of_tower, of_whole, numbers, turn):
                 self._differences.append((of_tower, "by its output %d" % numbers[0], "by its output %d" % numbers[1]))
 
     def _takes_examples_apart(self, a, b, numbers, turn):
@@ -111,14 +111,38 @@ class _Pairing:
             elif a.type == "Identity" and b.type == a.inputs[0].op.type and b.type in BODIES:
                 self._add_handed_on(a, b)
             elif a.type != b.type or len(a.inputs) != len(b.inputs) or b in self._whole.given:
+                turns = turns_added_up(b, self._total) if self._own == 1 and len(a.outputs) == 1 else None
+                if turns is not None:
+                    self._add_only_turn(a, turns)
+                    continue
                 self._differences.append((a, "a %s" % a.type, "a %s" % b.type))
             else:
                 self._add(a, b, turn)
+        self._differences.extend((op, "taken by itself", "added to others") for op in self._twin.sums if any(
+            self._twin.turns.get(consumer) is not None for consumer in op.outputs[0].consumers()))
         if self._differences:
             op, of_tower, of_whole = min(self._differences, key=lambda each: position_of(each[0]))
             raise Refused("the model function makes other ops of a batch of another size: %r, %s, is %s for the "
                           "whole batch. %s" % (op.name, of_tower, of_whole, _MEND))
         return self._twin
+
+    def _add_only_turn(self, a, turns):
+        """A tower's only turn stands for the sum of all turns, and is none to what else takes it."""
+        if not self._note_turns(a, turns, 1):
+            return
+        del self._seen[a]
+        self._twin.sums.add(a)
+        self._stack.append((a, turns[self._first].op, 0))
+
+    def _note_turns(self, a, turns, times):
+        try:
+            own, constants = own_of_turns(turns, times)
+        except ValueError as error:
+            self._differences.append((a, "a loop over the examples", str(error)))
+            return False
+        self._own_of_turns |= own
+        self._varying |= constants
+        return True
 
     def _add(self, a, b, turn):
         for mine, other in zip(a.outputs, b.outputs):
@@ -150,13 +174,8 @@ class _Pairing:
             turns[a] = None
 
     def _add_join(self, head, join, turn):
-        try:
-            own, constants = own_of_turns(join.of_whole, join.times)
-        except ValueError as error:
-            self._differences.append((head, "a loop over the examples", str(error)))
+        if not self._note_turns(head, join.of_whole, join.times):
             return
-        self._own_of_turns |= own
-        self._varying |= constants
         for a, b in join.ops:
             self._seen[a], self._twin.joins[a] = b, join
             self._twin.add(a, TwinOp(b.type, [_dims(out) for out in b.outputs], None))

@@ -100,6 +100,10 @@ class Facts:
         """Tells whether a constant is not the same in all turns of such a loop."""
         return op in self._whole.varying
 
+    def is_sum(self, op):
+        """Tells whether an op of a tower's only turn stands for the sum of all turns."""
+        return self._whole is not None and op in self._whole.sums
+
     def differs(self, op):
         """Tells whether an op is a constant that is another one in the whole batch's model."""
         return op.type == "Const" and self.of_constant(op) is not None
@@ -315,6 +319,8 @@ class _Pass:
             if (op, number) in self._facts.given:
                 continue
             placement = self._facts.named(op, placement)
+            if self._facts.is_sum(op) and isinstance(placement, (OneRow, Replicate)):
+                placement = Partial()
             if (op, number) in self._at_source and isinstance(placement, (Partial, PartialMean)):
                 self._parts[op, number], placement = placement, Replicate()
             if self._placements.get((op, number)) != placement:

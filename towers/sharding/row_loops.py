@@ -8,17 +8,17 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.functions import MADE_UP
 from towers.private import position_of
 
-__all__ = ["Join", "attributes_of", "join_of", "own_of_turns"]
+__all__ = ["Join", "attributes_of", "join_of", "own_of_turns", "turns_added_up"]
 
 _ADDITIONS = ("Add", "AddV2")
 # Types of ops that put turns together -> which input is none of a turn.
 _JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": None}
 
 _KINDS = frozenset(["bool", "float", "int", "list(bool)", "list(float)", "list(int)", "string"])
-_OF_NO_VALUE = frozenset(["N", "container", "num", "num_split", "parallel_iterations", "seed", "seed2", "shared_name",
-                          "stack_name", "tensor_array_name"])
+_OF_NO_VALUE = MADE_UP.union(["N", "num", "num_split", "parallel_iterations"])
 _ATTRIBUTES = {}  # type of an op -> the names of those that are looked at
 
 
@@ -102,6 +102,25 @@ def own_of_turns(turns, times):
         if len(set(map(len, waits))) == 1:
             stack.extend(map(list, zip(*waits)))
     return own, constants
+
+
+def turns_added_up(b, total):
+    """Returns what an op of the whole batch's model adds up of all turns, which in a tower of one example is no op at all.
+
+    Args:
+      b: the operation.
+      total: int, how many examples there are.
+
+    Returns:
+      A list of tensors, one for each example; None where the op is another one.
+    """
+    if b.type in ("AccumulateNV2", "AddN"):
+        return list(b.inputs) if len(b.inputs) == total else None
+    for side in (0, 1) if b.type in _ADDITIONS else ():
+        links = _links(b, side)[::-1]
+        if len(links) == total - 1:
+            return [links[0].inputs[side]] + [_added(link, side) for link in links]
+    return None
 
 
 def _taken_apart(op):

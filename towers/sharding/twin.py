@@ -36,13 +36,14 @@ class Twin:
       first: int, the number of the tower's first example, or None.
       varying: set of constants that are not the same in all turns of Python's own loops over the examples.
       turns: dict from the ops of such loops to the number of the turn, one of the tower's examples.
+      sums: set of the ops of a tower's only turn whose likes are added to those of other turns.
       joins: dict from ops that put such turns together to `towers.sharding.row_loops.Join`.
       bodies: `Bodies`, the functions that the tower's ops call, whose ops are held against those there too.
     """
 
     def __init__(self, num_rows, first):
         self.num_rows, self.first, self.bodies = num_rows, first, Bodies()
-        self.varying, self.turns, self.joins = set(), {}, {}
+        self.varying, self.turns, self.joins, self.sums = set(), {}, {}, set()
         self._dims, self._values = {}, {}
 
     def knows(self, op):
