@@ -284,6 +284,15 @@ def test_scalars_strings_and_nothing_may_stand_in_a_batch(known):
 
 
 @KNOWN
+def test_a_model_may_assert_what_it_is_given(known):
+    def model(x):
+        with tf.control_dependencies([tf.Assert(tf.reduce_all(x < 1e9), [x])]):
+            return {"y": tf.identity(x) - tf.reduce_mean(x, 0)}
+    found, expected = merged(model, X, known=known)
+    np.testing.assert_allclose(found["y"], expected["y"], rtol=1e-9, atol=1e-12)
+
+
+@KNOWN
 def test_a_whole_batch_model_may_be_called_several_times(known):
     model = reusing(lambda x: {"loss": tf.reduce_mean(tf.matmul(x, variable("kernel", [4, 2]))) ** 2 + ratio(x), "y": 2 * x})
     whole = towers.whole_batch(model)

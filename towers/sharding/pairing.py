@@ -126,6 +126,11 @@ class _Pairing:
                           "whole batch. %s" % (op.name, of_tower, of_whole, _MEND))
         return self._twin
 
+    def _are_sizes(self, mine, other):
+        """Tells whether two numbers count the tower's examples and those of the whole batch."""
+        return isinstance(mine, int) and bool(self._total) and other % self._total == 0 and (
+            mine == other // self._total * self._own)
+
     def _add_only_turn(self, a, turns):
         """A tower's only turn stands for the sum of all turns, and is none to what else takes it."""
         if not self._note_turns(a, turns, 1):
@@ -149,8 +154,9 @@ class _Pairing:
             if None not in (mine.shape.rank, other.shape.rank) and mine.shape.rank != other.shape.rank:
                 self._differences.append((a, "with %d axes" % mine.shape.rank, "with %d" % other.shape.rank))
                 return
-        if attributes_of(a) != attributes_of(b):
-            self._differences.append((a, "with %s" % attributes_of(a), "with %s" % attributes_of(b)))
+        attributes = list(zip(attributes_of(a), attributes_of(b)))
+        if not all(mine == other or self._are_sizes(mine, other) for mine, other in attributes):
+            self._differences.append((a, *("with %s" % ", ".join(map(repr, values)) for values in zip(*attributes))))
             return
         self._twin.add(a, TwinOp(b.type, [_dims(out) for out in b.outputs], _value(b)))
         if b in self._varying:

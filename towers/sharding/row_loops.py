@@ -68,11 +68,11 @@ def join_of(a, b, own, total):
 
 
 def attributes_of(op):
-    """Returns what an op computes by besides its inputs, a str: its attributes, but for types, shapes, functions and counts."""
+    """Returns what an op computes by besides its inputs, a list: its attributes, but for types, shapes, functions and counts."""
     if op.type not in _ATTRIBUTES:
         _ATTRIBUTES[op.type] = [] if op.op_def is None else [
             attribute.name for attribute in op.op_def.attr if attribute.name not in _OF_NO_VALUE and attribute.type in _KINDS]
-    return repr([op.get_attr(name) for name in _ATTRIBUTES[op.type]])
+    return [op.get_attr(name) for name in _ATTRIBUTES[op.type]]
 
 
 def own_of_turns(turns, times):
@@ -91,7 +91,8 @@ def own_of_turns(turns, times):
             continue
         own.update(ops)
         is_source = not ops[0].inputs and ops[0].type not in ("Const", "NoOp") and not ops[0].op_def.is_stateful
-        if is_source or len({(op.type, len(op.inputs)) for op in ops}) > 1 or len(set(map(attributes_of, ops))) > 1:
+        if is_source or len({(op.type, len(op.inputs)) for op in ops}) > 1 or any(
+                attributes_of(op) != attributes_of(ops[0]) for op in ops):
             raise ValueError("its turns are not alike: %r, %r" % (ops[0].name, ops[-1].name))
         if ops[0].type == "Const":
             values = [tf.get_static_value(op.outputs[0]) for op in ops]
