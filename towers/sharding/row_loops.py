@@ -3,7 +3,7 @@
 A tower has as many turns of such a loop as it has examples, and the whole batch's model as many as there are. They end in an op
 that puts together what all turns made, or in a chain of additions.
 """
-from typing import NamedTuple
+from typing import Dict, List, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -19,7 +19,7 @@ _JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pac
 
 _KINDS = frozenset(["bool", "float", "int", "list(bool)", "list(float)", "list(int)", "string"])
 _OF_NO_VALUE = MADE_UP.union(["N", "num", "num_split", "parallel_iterations"])
-_ATTRIBUTES = {}  # type of an op -> the names of those that are looked at
+_ATTRIBUTES: Dict[str, List[str]] = {}  # type of an op -> the names of those that are looked at
 
 
 class Join(NamedTuple):
