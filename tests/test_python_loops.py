@@ -266,12 +266,12 @@ def test_a_constant_in_a_function_that_turns_have_not_alike_is_refused():
 
 @pytest.mark.parametrize("model,message", [
     (the_first, "takes example 0 of 4 of the tower's by its place"),
-    (against_the_row_before, "by its output 3, is by its output 8 for the whole batch"),
-    (by_as_many_rows_of_a_variable, "by its output 4, is by its output 8 for the whole batch"),
-    (by_an_attribute, "its turns are not alike"),
+    (against_the_row_before, "read by its output 3, is read by its output 8 for the whole batch"),
+    (by_as_many_rows_of_a_variable, "read by its output 4, is read by its output 8 for the whole batch"),
+    (by_an_attribute, "whose turns are not alike"),
     (against_each_other, "makes other ops of a batch of another size"),
-    (of_all_before, "its turns are not alike"),
-    (backwards, "by its output 3, is by its output 8 for the whole batch"),
+    (of_all_before, "whose turns are not alike"),
+    (backwards, "read by its output 3, is read by its output 8 for the whole batch"),
     (with_noise_for_all, "draws for all examples in a turn"),
     (every_second, "makes other ops of a batch of another size"),
     (written_in_turn, "by its place|nothing like it for the whole batch")])

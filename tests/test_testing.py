@@ -96,3 +96,17 @@ def test_float32_is_no_tensor_float_32_meanwhile_and_what_it_was_afterwards(enab
         assert seen and not any(seen) and config.tensor_float_32_execution_enabled() == enabled
     finally:
         config.enable_tensor_float_32_execution(before)
+
+
+def through_float32(x, centred=False):
+    h = tf.matmul(x, tf.get_variable("w", [3, 4], x.dtype, tf.glorot_uniform_initializer(seed=1)))
+    h = h - tf.reduce_mean(h, 0) if centred else h
+    return tf.losses.mean_squared_error(tf.ones([tf.shape(x)[0], 4], x.dtype), tf.tanh(h))
+
+
+def test_what_goes_through_float32_is_held_to_its_rounding_and_not_to_float64s():
+    x = np.random.RandomState(0).randn(5, 3)
+    found = assert_equals_one_batch(through_float32, (x,), num_towers=2, sizes=[3, 2])
+    assert 1e-9 < found.bound["loss"] < 1e-5
+    with pytest.raises(AssertionError, match="do not train as one on the whole batch"):
+        assert_equals_one_batch(lambda x: through_float32(x, centred=True), (x,), num_towers=2, sizes=[3, 2])

@@ -19,6 +19,7 @@ from towers.wording import some_of
 __all__ = ["Differences", "assert_equals_one_batch"]
 
 _NUM_PERMUTATIONS = 3
+_EXACT = 1e-9
 _HINT = " Is the loss a mean over the tower's examples, or over what its \"weight\" counts?"
 _RANDOM = re.compile("(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|StatefulRandom|StatefulStandardNormal|"
                      "StatefulUniform|StatefulTruncatedNormal)(?!.*(Dataset|Seed))")
@@ -45,6 +46,7 @@ class _Trained(NamedTuple):
     gradients: dict  # name of a variable -> array [steps, ...]
     initial: dict
     final: dict
+    is_exact: bool  # no float32 in it
 
 
 def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int = 2, sizes: Optional[Sequence[int]] = None,
@@ -53,11 +55,11 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
     """Trains a model on towers and on one tower with the whole batch, and asserts that it comes to the same.
 
     Compared are the loss, every gradient and, after the last step, every variable, moving averages included. A model in
-    float64 has to agree within 1e-9. One with float32 in it has to agree within three times the floor: the difference
-    between one tower and itself with its batch permuted, which is what the order of sums does, measured here. Where the input
-    of a ReLU is 0 but for rounding, its gradient is now 1 and now 0: so where the towers differ by more, they train on the
-    permuted batches too, and have to agree with one tower in some order of the batch on both sides. A large model on random
-    images may still differ in all of them. Hold it to the promise in float64 where it can be made so, by
+    float64 has to agree within 1e-9. One with float32 in it, as `tf.losses` has, has to agree within three times the floor:
+    the difference between one tower and itself with its batch permuted, which is what the order of sums does, measured here.
+    Where the input of a ReLU is 0 but for rounding, its gradient is now 1 and now 0: so where the towers differ by more, they
+    train on the permuted batches too, and have to agree with one tower in some order of the batch on both sides. A large
+    model on random images may still differ in all of them. Hold it to the promise in float64 where it can be made so, by
     `tf.variable_scope(..., dtype=tf.float64)` for one.
 
     On a GPU, convolutions and products are computed in float32 meanwhile, not in TensorFloat-32, which has 10 bits.
@@ -103,11 +105,12 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
     several = train([_divide(batch, sizes)], devices, one.initial)
     found = _compare(one, several[0])
     dtypes = {gradient.dtype for gradient in one.gradients.values()}
-    if dtypes == {np.dtype(np.float64)}:
-        bound, hint = dict.fromkeys(("loss", "gradients", "variables"), 1e-9), _HINT
+    if one.is_exact:
+        bound, hint = dict.fromkeys(("loss", "gradients", "variables"), _EXACT), _HINT
     else:
         hint = _HINT + " A ReLU whose input is 0 but for rounding may do as much: try the model in float64, or another batch."
-        bound = _floor(ones, np.finfo(max(dtypes, key=lambda d: np.finfo(d).eps)).eps)
+        bound = _floor(ones, _EXACT if dtypes == {np.dtype(np.float64)} else np.finfo(
+            max(dtypes, key=lambda d: np.finfo(d).eps)).eps)
         if excess(found) > 1:
             several += train([_divide(order, sizes) for order in orders[1:]], devices, one.initial)
             found = min((_compare(*pair) for pair in itertools.product(ones, several)), key=excess)
@@ -166,7 +169,7 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
         with tf.Session(config=session_config(devices)) as session:
             session.run(initializers)
             before = dict(session.run(variables), **(initial or {}))
-            is_exact = all(gradient.dtype == tf.float64 for gradient in dense.values())
+            is_exact = all(gradient.dtype == tf.float64 for gradient in dense.values()) and not _is_rounded(replicas.loss)
             for parts in alternatives[:1] if is_exact else alternatives:
                 session.run(initializers)
                 assign(session, [(variables[name], value) for name, value in before.items()])
@@ -175,8 +178,15 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
                 trained.append(_Trained(
                     np.array([loss for loss, _ in ran]),
                     {name: np.array([gradients[name] for _, gradients in ran]) for name in dense}, before,
-                    session.run(variables)))
+                    session.run(variables), is_exact))
     return trained
+
+
+def _is_rounded(loss):
+    """Tells whether a loss is computed of less than float64 somewhere, as `tf.losses` does."""
+    return loss.dtype != tf.float64 or any(
+        op.type == "Cast" and {op.inputs[0].dtype, op.outputs[0].dtype} & {tf.float16, tf.bfloat16, tf.float32} and all(
+            tensor.dtype.is_floating for tensor in (op.inputs[0], op.outputs[0])) for op in ancestors([loss]))
 
 
 def _check_draws(replicas, train_op):
@@ -201,7 +211,7 @@ def _permute(batch, size, seed):
 
 
 def _floor(ones, smallest):
-    """Returns three times how far one tower is from itself when its batch is permuted; at least the dtype's rounding."""
+    """Returns three times how far one tower is from itself when its batch is permuted; three times `smallest` at least."""
     floor = dict.fromkeys(("loss", "gradients", "variables"), smallest)
     one, *permuted = ones
     for other in permuted:

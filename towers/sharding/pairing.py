@@ -81,7 +81,7 @@ class _Pairing:
             numbers = [getattr(each, "value_index", 0) for each in (a, b)]
             is_alike = numbers[0] == numbers[1] or of_tower.type != of_whole.type or of_tower not in self._made
             if not is_alike and not self._takes_examples_apart(of_tower, of_whole, numbers, turn):
-                self._differences.append((of_tower, "by its output %d" % numbers[0], "by its output %d" % numbers[1]))
+                self._differences.append((of_tower, "read by its output %d" % numbers[0], "read by its output %d" % numbers[1]))
 
     def _takes_examples_apart(self, a, b, numbers, turn):
         """Tells whether a turn takes its own example of what has an output for each of the tower's."""

@@ -93,7 +93,7 @@ def own_of_turns(turns, times):
         is_source = not ops[0].inputs and ops[0].type not in ("Const", "NoOp") and not ops[0].op_def.is_stateful
         if is_source or len({(op.type, len(op.inputs)) for op in ops}) > 1 or any(
                 attributes_of(op) != attributes_of(ops[0]) for op in ops):
-            raise ValueError("its turns are not alike: %r, %r" % (ops[0].name, ops[-1].name))
+            raise ValueError("one whose turns are not alike (%r, %r)" % (ops[0].name, ops[-1].name))
         if ops[0].type == "Const":
             values = [tf.get_static_value(op.outputs[0]) for op in ops]
             if not all(np.array_equal(value, values[0]) for value in values):
