@@ -1,5 +1,14 @@
 """What the library makes Python or TensorFlow warn of: nothing, in a process that shows every warning."""
-from tests.processes import run_forks
+import ast
+import warnings
+from pathlib import Path
+
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.processes import ROOT, run_forks
+from tests.support import build
 
 # TensorFlow warns when it is imported, and of its own code later: it is imported before warnings are noted, and those count that
 # stand by one of our files, or are logged of one. What is deprecated TensorFlow logs by the file that calls it.
@@ -75,3 +84,19 @@ def test_importing_and_training_a_synced_model_warns_of_nothing(tmp_path):
         assert status == 0, output
     for name in ("import", "build"):
         assert (tmp_path / name).read_text() == "%s.py: the end is reached\n" % name
+
+
+def test_all_that_is_warned_of_is_of_a_category_of_its_own():
+    calls = [call for folder in ("towers", "tf_syncbn") for path in Path(ROOT, folder).rglob("*.py")
+             for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "warn"
+             and getattr(call.func.value, "id", None) == "warnings"]
+    assert len(calls) > 10 and {getattr(call.args[1], "id", None) for call in calls} == {"TowersWarning"}
+
+
+def test_that_category_may_be_made_an_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", towers.TowersWarning)
+        with pytest.raises(towers.TowersWarning, match="is a sum over the tower's examples"):
+            build(lambda x: tf.reduce_sum(x * tf.get_variable("w", [3])), tf.ones([4, 3]))

@@ -31,6 +31,7 @@ from towers.transforms import check_finite, clip_by_global_norm, clip_by_value
 from towers.turns import TowerMismatchError
 from towers.update_ops import collect_update_ops
 from towers.version import __version__
+from towers.wording import TowersWarning
 
 __all__ = [
     "PerTower",
@@ -40,6 +41,7 @@ __all__ = [
     "TowerMismatchError",
     "TowerOptimizer",
     "Towers",
+    "TowersWarning",
     "__version__",
     "accumulate",
     "all_gather",

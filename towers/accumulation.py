@@ -6,7 +6,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors, op_of
 from towers.transforms import Transform, when
-from towers.wording import some_of
+from towers.wording import TowersWarning, some_of
 
 __all__ = ["accumulate"]
 
@@ -33,7 +33,7 @@ def accumulate(num_batches: int) -> Transform:
       TypeError, ValueError: for a number that is none, or less than 1.
 
     Warns:
-      UserWarning: in `towers.minimize`, names layers that take the examples of a batch together, as batch norms do: the moments
+      TowersWarning: in `towers.minimize`, names layers that take the examples of a batch together, as batch norms do: the moments
         are those of each batch, not of all, and moving averages move with every batch.
 
     Example:
@@ -51,7 +51,7 @@ def accumulate(num_batches: int) -> Transform:
         if num_batches > 1 and layers:
             warnings.warn("accumulate(%d): %s take the examples of one batch together, by their moments say, not those of all %d "
                           "batches of a step: it is not the step of one batch that holds them all."
-                          % (num_batches, some_of(layers), num_batches), stacklevel=4)
+                          % (num_batches, some_of(layers), num_batches), TowersWarning, stacklevel=4)
         return None, lambda grads, rest: _accumulate(grads, rest, step.replicas.weight, num_batches)
 
     return Transform("accumulate", begin)

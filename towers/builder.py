@@ -62,7 +62,7 @@ class TowerBuilder:
       TypeError, ValueError: for devices, a placement or a number that are none, or more devices than towers.
 
     Warns:
-      UserWarning: if `devices` is None and there is no GPU, or if it names GPUs that this machine lacks, which TensorFlow would
+      TowersWarning: if `devices` is None and there is no GPU, or if it names GPUs that this machine lacks, which TensorFlow would
         replace by the CPU in silence. Devices of a job or task are not looked for.
 
     Every Session of the graph has to be made by `towers.session_config(builder.devices)`: another one lacks the devices that
@@ -122,7 +122,7 @@ class TowerBuilder:
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
 
         Warns:
-          UserWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
+          TowersWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
             its loss is a sum over the tower's examples, or no mean over them; where it reshapes them by a batch size of its own,
             or takes them by their place in the batch.
 

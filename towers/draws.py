@@ -8,6 +8,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors
+from towers.wording import TowersWarning
 
 __all__ = ["drawing_ops", "seeds_of", "warn_of_same_draws"]
 
@@ -43,7 +44,7 @@ def warn_of_same_draws(towers):
                 warnings.warn("Tower %d draws the same random numbers as tower 0 at %r, since the model function gives that op a "
                               "seed: examples of several towers would get the same noise. Leave seed= out, tf.set_random_seed "
                               "makes runs alike, or add towers.current_tower().index to it." % (tower.context.index, op.name),
-                              stacklevel=3)
+                              TowersWarning, stacklevel=3)
                 return
 
 

@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.gradient_hook import detail_of, with_gradient
 from towers.graph_walk import ancestors
+from towers.wording import TowersWarning
 
 __all__ = ["watched"]
 
@@ -53,7 +54,7 @@ def _global_loss_gradient(op, dy):
                       "them: if what applies it does not either, moving averages are never updated. Use "
                       "towers.minimize(replicas, optimizer), or take or apply the gradient within "
                       "`with tf.control_dependencies(towers.collect_update_ops(replicas)):`." % (op.name, watch.ops[0].name),
-                      stacklevel=_frames_of_tensorflow())
+                      TowersWarning, stacklevel=_frames_of_tensorflow())
         watch.ops = []
     return [dy]
 

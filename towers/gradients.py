@@ -26,6 +26,7 @@ from towers.slices import are_slices, join_slices, with_numbers
 from towers.sums import mean_in_order, sum_in_order
 from towers.turns import TowerMismatchError
 from towers.update_ops import chosen_update_ops
+from towers.wording import TowersWarning
 
 __all__ = ["average_gradients", "compute_gradients", "losses_of", "scaled_gradients"]
 
@@ -60,7 +61,7 @@ def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional
       TowerMismatchError: (a ValueError) if gradients pass an exchange in some towers and not in others.
 
     Warns:
-      UserWarning: of a `loss` that is a sum over a tower's examples, or no mean over them, or of examples by their place in
+      TowersWarning: of a `loss` that is a sum over a tower's examples, or no mean over them, or of examples by their place in
         the batch; of an optimizer with a `compute_gradients` of its own, where there are several towers: one that clips there
         clips each tower's gradients, and not their average; of towers that something rewrote after they were built.
     """
@@ -179,7 +180,7 @@ def _warn_of_own_gradients(optimizer):
         return
     warnings.warn("%s computes gradients in a way of its own, and does so in each tower, before they are averaged. If it clips "
                   "them, or does anything else to them that is no sum, do that in `transforms` of towers.minimize, or wrap it "
-                  "the other way round, around a TowerOptimizer." % kind.__name__, stacklevel=4)
+                  "the other way round, around a TowerOptimizer." % kind.__name__, TowersWarning, stacklevel=4)
 
 
 def _warn_of_rewritten(replicas):
@@ -199,7 +200,8 @@ def _warn_of_rewritten(replicas):
                 warnings.warn(
                     "The loss of a tower (%r) is computed of %r, which something put in after the towers were built. A tower "
                     "gets what is not built with it for itself, and variables of its own for it: what rewrites a graph, "
-                    "contrib.quantize say, can't be used on towers." % (tower.loss.name, source.name), stacklevel=4)
+                    "contrib.quantize say, can't be used on towers." % (tower.loss.name, source.name),
+                    TowersWarning, stacklevel=4)
                 return
             stack.append(source)
 

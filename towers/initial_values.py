@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors, end_of, is_variable, op_of
 from towers.own_data import takes_own_data
-from towers.wording import some_of
+from towers.wording import TowersWarning, some_of
 from towers.written import all_leaves, own_leaves
 
 __all__ = ["warn_of_initial_values"]
@@ -43,7 +43,7 @@ def warn_of_initial_values(towers, batches, added, stacklevel=4):
         warnings.warn(
             "The initial value of %s is computed of a tower's own examples, and tower 0's is taken: one tower would start from "
             "that of the whole batch. Compute it of all towers' data, by towers.all_reduce or towers.all_gather, or start from a "
-            "constant." % some_of(names, 5), stacklevel=stacklevel)
+            "constant." % some_of(names, 5), TowersWarning, stacklevel=stacklevel)
 
 
 def _takes_first_rows(op, own):

@@ -10,6 +10,7 @@ from towers.first_axis import sizes_of_examples
 from towers.axes import reduced_axes
 from towers.gradient_hook import detail_of
 from towers.private import control_flow_of, forward_op_of
+from towers.wording import TowersWarning
 
 __all__ = ["warn_of_inner_gradients"]
 
@@ -37,7 +38,8 @@ def warn_of_inner_gradients(losses, towers, examples, stacklevel):
         if _adds_up_examples(op, examples):
             warnings.warn("The loss of a tower (%r) depends on a gradient that the model function takes itself and that adds up "
                           "over the tower's own examples (%r), so it is not that of the whole batch. Average it over the towers, "
-                          "by towers.all_reduce, before it is used." % (losses[0].name, op.name), stacklevel=stacklevel)
+                          "by towers.all_reduce, before it is used." % (losses[0].name, op.name),
+                          TowersWarning, stacklevel=stacklevel)
             return
     for op in found:
         how = _how_it_differs(op, losses[0], tower.ops, needed, towers) if _is_of_a_mean(op, examples) else None
@@ -45,7 +47,7 @@ def warn_of_inner_gradients(losses, towers, examples, stacklevel):
             warnings.warn(
                 "The loss of a tower (%r) depends on a gradient that the model function takes itself, of a mean over the tower's "
                 "own examples (%r), %s. Take it of their sum: tf.gradients(tf.reduce_sum(losses), x) is the same in all towers."
-                % (losses[0].name, forward_op_of(op).name, how), stacklevel=stacklevel)
+                % (losses[0].name, forward_op_of(op).name, how), TowersWarning, stacklevel=stacklevel)
             return
 
 

@@ -13,6 +13,7 @@ from towers.batch import check_batch, is_dataset, split_batch
 from towers.graph_walk import ancestors
 from towers.placement import HOST
 from towers.private import control_flow_now
+from towers.wording import TowersWarning
 
 __all__ = ["is_input", "next_batches"]
 
@@ -49,7 +50,7 @@ def next_batches(source, num_towers):
       TypeError: for elements that hold anything but tensors.
 
     Warns:
-      UserWarning: for a data set that hands out single examples.
+      TowersWarning: for a data set that hands out single examples.
     """
     with tf.device(HOST):
         if not is_dataset(source):
@@ -137,4 +138,4 @@ def _warn_of_examples(dataset):
     made_of -= {"DatasetCardinality", "ExperimentalDatasetCardinality"}
     if made_of and all(kind.startswith(_UNBATCHED) for kind in made_of):
         warnings.warn("The data set %r hands out single examples, and axis 0 of each is taken for the batch that is divided over "
-                      "towers: make batches by dataset.batch(...)." % (dataset,), stacklevel=5)
+                      "towers: make batches by dataset.batch(...)." % (dataset,), TowersWarning, stacklevel=5)

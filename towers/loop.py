@@ -16,6 +16,7 @@ from towers.inner_training import applies_gradients
 from towers.placement import HOST
 from towers.private import control_flow_now
 from towers.shared_draws import copies_of_steps
+from towers.wording import TowersWarning
 
 __all__ = ["repeat"]
 
@@ -64,7 +65,7 @@ def repeat(step_fn: Union[StepFn, List[StepFn], Tuple[StepFn, ...]], num_steps: 
       RuntimeError: under eager execution.
 
     Warns:
-      UserWarning: if `step_fn` makes an optimizer's op that its results do not wait for, so that it would never run.
+      TowersWarning: if `step_fn` makes an optimizer's op that its results do not wait for, so that it would never run.
 
     Example:
 
@@ -277,4 +278,4 @@ def _warn_of_left_out(made, copies):
     left_out = [op for op in made if applies_gradients(op) and op not in copied]
     if left_out:
         warnings.warn("step_fn makes %r, which trains, and what it returns does not wait for that, so it never runs. Return the "
-                      "train op too." % left_out[0].name, stacklevel=3)
+                      "train op too." % left_out[0].name, TowersWarning, stacklevel=3)

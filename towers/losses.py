@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import Tensor, TensorLike
 from towers.context import current_tower
 from towers.logits import find_logits, looks_like
+from towers.wording import TowersWarning
 
 __all__ = ["softmax_cross_entropy"]
 
@@ -28,7 +29,7 @@ def softmax_cross_entropy(outputs: TensorLike, labels: TensorLike, from_logits: 
     apart the logits are. Probabilities made otherwise, by sigmoids or a division by their sum, are taken by their logarithm,
     after those under 1e-7 were raised to that, and count as if divided by their sum over the classes, as in Keras; a number
     below 0 makes the loss NaN. What was found is logged by `tf.logging.info`; probabilities without a softmax, unless
-    `from_logits` says so, are a UserWarning.
+    `from_logits` says so, are a TowersWarning.
 
     Args:
       outputs: floating point tensor [batch, ..., classes], logits or probabilities. Half precision is computed in float32.
@@ -124,7 +125,7 @@ def _logits_of(outputs, from_logits, axis):
                "log(1e-7).")
     if from_logits is None and _is_first():
         warnings.warn("softmax_cross_entropy: %s Hand in the logits, or say from_logits=False." % (message % outputs.name),
-                      stacklevel=3)
+                      TowersWarning, stacklevel=3)
     _say(message, outputs.name)
     wide = outputs if outputs.dtype == tf.float64 else tf.cast(outputs, tf.float32)
     # Not a maximum: what is below 0 or NaN is no probability, and shall not be hidden.

@@ -16,6 +16,7 @@ from towers.chosen_rows import COUNTS, is_one_hot
 from towers.graph_walk import NO_VALUES, SIZES, VARIABLES, writes_of
 from towers.mapped import LISTS
 from towers.private import is_in_loop
+from towers.wording import TowersWarning
 
 __all__ = ["warn_of_mixed"]
 
@@ -72,12 +73,13 @@ def warn_of_mixed(losses, towers, examples, stacklevel):
                 warnings.warn(
                     "The loss of a tower (%r) has a mean over the tower's examples in it (%r), and its \"weight\", by which "
                     "towers average all of the loss, counts something else. Divide by the weight there too, or compute the mean "
-                    "of the whole batch by towers.all_reduce." % (losses[0].name, op.name), stacklevel=stacklevel)
+                    "of the whole batch by towers.all_reduce." % (losses[0].name, op.name), TowersWarning, stacklevel=stacklevel)
                 return True
         elif kind != "means":
             warnings.warn(
                 "The loss of a tower (%r) %s, so it is no mean over examples, and the towers' average of it is not the loss of "
-                "the whole batch. %s" % (losses[0].name, _HOW[kind] % op.name, _MENDS.get(kind, _MEND)), stacklevel=stacklevel)
+                "the whole batch. %s" % (losses[0].name, _HOW[kind] % op.name, _MENDS.get(kind, _MEND)),
+                TowersWarning, stacklevel=stacklevel)
             return True
     return False
 

@@ -13,6 +13,7 @@ from towers.axes import SUMS, reduced_axes
 from towers.divisors import DIVIDES, PASSES, RESHAPES, is_given, number_of, size_of
 from towers.graph_walk import VARIABLES, ancestors
 from towers.own_data import takes_own_data
+from towers.wording import TowersWarning
 
 __all__ = ["warn_of_powers"]
 
@@ -71,7 +72,7 @@ def warn_of_powers(losses, towers, examples, stacklevel):
                 "and comes to no mean over the examples by that. Each tower has a number of its own there, and one tower would "
                 "have that of the whole batch. Divide a sum over the examples by their number once, and a mean not at all; or "
                 "take the number of all towers' examples, towers.all_reduce(tf.shape(x)[0])."
-                % (losses[0].name, what, (part.over or part.tensor.op).name), stacklevel=stacklevel)
+                % (losses[0].name, what, (part.over or part.tensor.op).name), TowersWarning, stacklevel=stacklevel)
             return
 
 

@@ -9,6 +9,7 @@ from typing import List, Optional, Sequence
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import ConfigProto
+from towers.wording import TowersWarning
 
 __all__ = ["find_devices", "session_config"]
 
@@ -122,12 +123,12 @@ def warn_of_absent_devices(given, devices):
       devices: list of str, where towers stand and meet. What names a job or task is another machine's, and not looked for.
 
     Warns:
-      UserWarning: if `given` is None and there is no GPU, or if `devices` names GPUs that this machine lacks.
+      TowersWarning: if `given` is None and there is no GPU, or if `devices` names GPUs that this machine lacks.
     """
     if given is None and devices[0] == HOST:
         warnings.warn("TowerBuilder was given no devices and TensorFlow sees no GPU, so towers stand on the CPU. If that "
                       "is meant, say devices=[\"/cpu:0\"]; else see that this TensorFlow is built for GPUs and that "
-                      "CUDA_VISIBLE_DEVICES shows them.", stacklevel=3)
+                      "CUDA_VISIBLE_DEVICES shows them.", TowersWarning, stacklevel=3)
     specs = {device: tf.DeviceSpec.from_string(device) for device in devices}
     gpus = {device: spec.device_index or 0 for device, spec in specs.items()
             if spec.device_type == "GPU" and spec.job is None and spec.task is None}
@@ -144,7 +145,7 @@ def warn_of_absent_devices(given, devices):
                       "GPUs and that CUDA_VISIBLE_DEVICES shows them. A graph for another machine may say so, as in "
                       "\"/job:worker/task:0/gpu:0\", or be built with this warning ignored."
                       % (", ".join(map(repr, absent)), "%d GPU%s" % (there, "" if there == 1 else "s") if there else "no GPU"),
-                      stacklevel=3)
+                      TowersWarning, stacklevel=3)
 
 
 def name_the_cure(devices):

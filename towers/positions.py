@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 from towers.chosen_rows import OTHER_ROWS
 from towers.first_axis import sizes_of_examples
 from towers.mapped import LISTS, carried_along
+from towers.wording import TowersWarning
 
 __all__ = ["warn_of_positions"]
 
@@ -50,7 +51,7 @@ def warn_of_positions(losses, towers, examples, is_divided, stacklevel):
             "Take the batch apart before it is handed in, as a tuple: the towers divide each of its tensors.")
     if found is not None:
         warnings.warn("The model function %s: each of %d towers has other examples there than one tower of the whole batch has. "
-                      "%s" % (what % found.name, towers[0].context.num_towers, mend), stacklevel=stacklevel)
+                      "%s" % (what % found.name, towers[0].context.num_towers, mend), TowersWarning, stacklevel=stacklevel)
 
 
 def _runs_along_examples(op, examples):

@@ -9,6 +9,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.first_axis import lies_along_examples, products, sizes_of_examples
+from towers.wording import TowersWarning
 
 __all__ = ["warn_of_regrouping"]
 
@@ -31,7 +32,8 @@ def warn_of_regrouping(towers, stacklevel=3):
                 "The model function makes groups of %d of a tower's examples (%r, of shape %s, by %r), and %d towers make others "
                 "than one tower of the whole batch. Where examples of a group are computed together, make groups of all towers' "
                 "examples, towers.all_gather(x, with_offset=True), and take the tower's rows of what comes out."
-                % (size, op.inputs[0].name, op.inputs[0].shape, op.name, context.num_towers), stacklevel=stacklevel)
+                % (size, op.inputs[0].name, op.inputs[0].shape, op.name, context.num_towers),
+                TowersWarning, stacklevel=stacklevel)
             return
         rows = _rows(op)
         if rows is not None and not _may_be_examples(op, rows, sizes) and lies_along_examples(op.inputs[0], context):
@@ -39,7 +41,8 @@ def warn_of_regrouping(towers, stacklevel=3):
                 "The model function reshapes a tower's examples (%r, of shape %s) to %d rows (%r), a number of its own: of %d "
                 "towers each has a part of the batch, and the rows are parts of its examples. Write tf.shape(x)[0] where the "
                 "batch size stands, or -1 there and the other number in full."
-                % (op.inputs[0].name, op.inputs[0].shape, rows, op.name, context.num_towers), stacklevel=stacklevel)
+                % (op.inputs[0].name, op.inputs[0].shape, rows, op.name, context.num_towers),
+                TowersWarning, stacklevel=stacklevel)
             return
 
 

@@ -53,7 +53,7 @@ class Towers:
       aggregation_device: str, where towers meet and gradients are averaged.
       loss: the loss of the global batch, `sum_i weight_i * loss_i`, a scalar tensor; None where there is none. Towers
         without examples count nothing, whatever their loss came to. To take its gradient outside of `towers.minimize` is a
-        UserWarning where nothing waits for the towers' update ops, as in `optimizer.minimize(replicas.loss)`.
+        TowersWarning where nothing waits for the towers' update ops, as in `optimizer.minimize(replicas.loss)`.
       weight: what the towers' shares are shares of: the number of examples, or the sum of what model functions returned as
         "weight". An int where it is known while the graph is built, else a float64 scalar tensor; None where no tower's batch has
         a size.

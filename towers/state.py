@@ -22,7 +22,7 @@ from towers.own_effects import OwnEffects
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
-from towers.wording import some_of
+from towers.wording import TowersWarning, some_of
 from towers.written import View, all_leaves, own_leaves
 
 __all__ = ["settle_state"]
@@ -48,7 +48,7 @@ def settle_state(towers, batches, collections):
       ValueError: where towers can't write one after the other, because they meet between two writes of one variable.
 
     Warns:
-      UserWarning: where an output waits for a write of a tower's own data, or a variable starts from such.
+      TowersWarning: where an output waits for a write of a tower's own data, or a variable starts from such.
     """
     warn_of_initial_values(towers, batches, collections[0])
     writes = [writes_of(tower.ops) for tower in towers]
@@ -337,4 +337,5 @@ def _warn(writes):
         "Each tower writes the variable %r%s by what it computed of its own batch (%r in the last one), and the outputs wait for "
         "it. The towers write it one after the other, in their order, which may not be what one tower would write on the whole "
         "batch. To make it exact, compute it of all towers' data, towers.all_gather(...) first; or hand an update that is the "
-        "same in all towers to towers.current_tower().add_update(op, shared=True)." % (variable, more, write), stacklevel=5)
+        "same in all towers to towers.current_tower().add_update(op, shared=True)." % (variable, more, write),
+        TowersWarning, stacklevel=5)

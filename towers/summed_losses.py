@@ -11,6 +11,7 @@ from towers.exchanges import stands_at_exchange
 from towers.graph_walk import VARIABLES
 from towers.loss_terms import terms_of
 from towers.own_data import takes_own_data
+from towers.wording import TowersWarning
 
 __all__ = ["warn_of_sums"]
 
@@ -46,7 +47,7 @@ def warn_of_sums(losses, towers, examples, stacklevel):
                 "average their losses: over %d towers it and its gradients come to 1/%d of those of one tower on the whole "
                 "batch. Take tf.reduce_mean, or divide by the tower's own number of examples, tf.shape(x)[0]; a loss that is "
                 "meant as a sum is multiplied by towers.current_tower().num_towers."
-                % (losses[0].name, term.name, num_towers, num_towers), stacklevel=stacklevel)
+                % (losses[0].name, term.name, num_towers, num_towers), TowersWarning, stacklevel=stacklevel)
             return True
     divided = next((term for term in _divided_by_examples(others, means, sizes, num_towers)
                     if not examples.are_in(term) and _is_of_variables(term, context)), None)
@@ -55,7 +56,8 @@ def warn_of_sums(losses, towers, examples, stacklevel):
             "The loss of a tower (%r) divides what is of variables alone (%r), a weight decay say, by the number of the tower's "
             "own examples: over %d towers it and its gradients come to %d times those of one tower on the whole batch. Add it to "
             "the mean over the examples, decay + tf.reduce_mean(losses), or divide it by the number of all towers' examples, "
-            "towers.all_reduce(tf.shape(x)[0])." % (losses[0].name, divided.name, num_towers, num_towers), stacklevel=stacklevel)
+            "towers.all_reduce(tf.shape(x)[0])." % (losses[0].name, divided.name, num_towers, num_towers),
+            TowersWarning, stacklevel=stacklevel)
     return divided is not None
 
 

@@ -17,6 +17,7 @@ from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.ordering import READS, read_after
 from towers.own_data import takes_own_data
 from towers.replicas import Towers
+from towers.wording import TowersWarning
 
 __all__ = ["chosen_update_ops", "collect_update_ops"]
 
@@ -50,7 +51,7 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
         ordered, because they stand inside a tf.cond, or an earlier tower's waits for a later one's.
 
     Warns:
-      UserWarning: where the model function made an op that writes a moving statistic and nothing will run it; where only one
+      TowersWarning: where the model function made an op that writes a moving statistic and nothing will run it; where only one
         of several towers' updates is kept, of its own part of the batch, and its loss reads what that writes.
     """
     if policy not in POLICIES:
@@ -184,7 +185,7 @@ def _warn_of_unreached(tower):
         cure = ("Keras layers keep theirs in layer.updates; call tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, update) for each."
                 if not any(made_by_keras3(op) for name in lost for op in writers[name]) else CURE)
         warnings.warn("The model function makes ops that update %s, and nothing runs them: they are not in "
-                      "tf.GraphKeys.UPDATE_OPS. %s" % (", ".join(sorted(lost)), cure), stacklevel=3)
+                      "tf.GraphKeys.UPDATE_OPS. %s" % (", ".join(sorted(lost)), cure), TowersWarning, stacklevel=3)
 
 
 def _warn_of_own_state(tower, policy):
@@ -199,7 +200,7 @@ def _warn_of_own_state(tower, policy):
             "The update op %r writes the variable %r by what the tower computed of its own part of the batch, under the policy "
             "%r no other tower's update runs, and the loss reads it: the towers train otherwise than one tower on the whole "
             "batch would. Compute the update of all towers' data, by towers.all_reduce or towers.all_gather."
-            % (writes[variable].name, variable, policy), stacklevel=3)
+            % (writes[variable].name, variable, policy), TowersWarning, stacklevel=3)
 
 
 def _first_read(tower, names):

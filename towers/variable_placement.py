@@ -7,6 +7,7 @@ import tensorflow.compat.v1 as tf
 from towers.graph_walk import is_ref
 from towers.placement import HOST, check_device
 from towers.private import is_in_loop
+from towers.wording import TowersWarning
 
 __all__ = ["TowerDevices", "placement_of", "warn_of_other_devices", "warn_of_stale_reads"]
 
@@ -98,7 +99,7 @@ def warn_of_other_devices(ops, tower):
     warnings.warn(
         "The model function puts ops of tower %d on %s, by `with tf.device(...)`, while that tower stands on %s: %r among them. "
         "All towers' work is done there. Leave devices out of the model function, or name towers.current_tower().device."
-        % (tower.index, ops[0].device, tower.device, ops[0].name), stacklevel=4)
+        % (tower.index, ops[0].device, tower.device, ops[0].name), TowersWarning, stacklevel=4)
     return True
 
 
@@ -122,5 +123,6 @@ def warn_of_stale_reads(gradients, towers):
                 warnings.warn(
                     "Tower %d on %s reads the variable %r, of %s, once for all steps of the tf.while_loop: it trains on what the "
                     "variable was before the loop. Call tf.enable_resource_variables() when the program starts, or take the "
-                    "steps by towers.repeat." % (tower.index, tower.device, variable.op.name, variable.device), stacklevel=4)
+                    "steps by towers.repeat." % (tower.index, tower.device, variable.op.name, variable.device),
+                    TowersWarning, stacklevel=4)
                 return

@@ -1,5 +1,14 @@
 """What messages are made of."""
-__all__ = ["some_of"]
+__all__ = ["TowersWarning", "some_of"]
+
+
+class TowersWarning(UserWarning):
+    """What this library warns of: that N towers would not train as one tower on the whole batch, or would not do what was asked.
+
+    Example:
+
+        warnings.simplefilter("error", towers.TowersWarning)  # in tests, say
+    """
 
 
 def some_of(names, most=4):

@@ -162,7 +162,7 @@ class TowerOptimizer(tf.train.Optimizer):
       TypeError: if it is neither.
 
     Warns:
-      UserWarning: in one of several towers, for an optimizer with a `compute_gradients` of its own: one that clips there would
+      TowersWarning: in one of several towers, for an optimizer with a `compute_gradients` of its own: one that clips there would
         clip each tower's gradients. Wrap the other way round, `clip_gradients_by_norm(TowerOptimizer(optimizer), 5.0)`.
 
     Example:

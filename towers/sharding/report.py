@@ -7,6 +7,7 @@ from towers.graph_walk import end_of
 from towers.sharding.nodes import Replicated
 from towers.sharding.placements import Blocks, Partial, PartialMean, RowNumbers, Shard, Size
 from towers.turns import without_numbers
+from towers.wording import TowersWarning
 
 __all__ = ["described", "drawn", "log_meetings", "warn_of_large_gathers"]
 
@@ -45,7 +46,7 @@ def warn_of_large_gathers(meetings, tower):
                       "each example is computed by itself there, say so: `with towers.each_example():`, "
                       "@towers.placement_rule."
                       % (total >> 20, ", ".join("%r (%s, %d MB)" % (each.scope, each.op, each.bytes * tower.num_towers >> 20)
-                                                for each in largest[:3])), stacklevel=4)
+                                                for each in largest[:3])), TowersWarning, stacklevel=4)
 
 
 def drawn(plan, tower):

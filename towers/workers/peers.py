@@ -8,6 +8,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.draws import drawing_ops, seeds_of
+from towers.wording import TowersWarning
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start, copied
 
@@ -58,7 +59,7 @@ class Peers:
         for op, seed in zip(drawing, seeds):
             if any(seed) and any(seed in others for rank, others in enumerate(told) if rank != self.workers.rank):
                 warnings.warn("Every worker draws the same random numbers at %r. Give each seeds of its own: "
-                              "tf.set_random_seed(seed + workers.rank)." % op.name, stacklevel=4)
+                              "tf.set_random_seed(seed + workers.rank)." % op.name, TowersWarning, stacklevel=4)
                 return
 
     def average(self, sums, variables):
