@@ -294,7 +294,7 @@ def test_a_batch_norm_inside_a_loop_trains_as_one_tower_does_or_is_refused(loop)
     try:
         assert_law(tf_syncbn.convert_model(model_of(network)))
     except ValueError as error:
-        assert "whole_batch: " in str(error) and "while" in str(error), error
+        assert "convert_model: " in str(error) and "while" in str(error), error
 
 
 def test_a_batch_norm_of_each_steps_inputs_before_the_loop_syncs():
