@@ -23,7 +23,7 @@ def pair(outputs, items, made, whole_model, rows, layers=()):
       items: dict from keys of collections to lists of what it put there.
       made: set of operations that it made, but for those that make variables.
       whole_model: `WholeModel`.
-      rows: (own, first, total) of the batch's examples, ints; None where its parts have several sizes.
+      rows: (own, first, total) of the batch's examples, ints; all None where its parts have several sizes.
       layers: see `layers_of`.
 
     Returns:

@@ -52,7 +52,7 @@ class Facts:
     def __init__(self, given, whole=None, num_rows=None, layers=None, outer=None, is_whole=False, of_each=(),
                  is_chosen=None, rules=RULES):
         self.rules = rules
-        self.given, self._whole, self._num_rows = given, whole, num_rows
+        self.given, self._whole, self.num_rows = given, whole, num_rows
         self.of_each, self.is_chosen = of_each, is_chosen
         self.placements, self.layers = {}, layers or {}  # (op, number) -> Placement, while they are found out
         self.is_inner, self.is_whole, self.scope = outer is not None, is_whole, ""
@@ -69,7 +69,7 @@ class Facts:
           is_whole: whether these are all the whole batch's.
         """
         given = {end_of(tensor): placement for tensor, placement in zip(body.inputs, placements)}
-        inner = Facts(given, self._whole, self._num_rows, outer=self, is_whole=is_whole or self.is_whole)
+        inner = Facts(given, self._whole, self.num_rows, outer=self, is_whole=is_whole or self.is_whole)
         inner.scope = self.scope + op.name + "/"
         return _Pass(_in_order(body.ops), inner, set(), set(), {}, OwnGradients([])).run()
 
@@ -82,11 +82,6 @@ class Facts:
         return None if self._whole is None else self._whole.value(tensor)
 
     @property
-    def num_rows(self):
-        """int, the tower's examples, or None."""
-        return self._num_rows
-
-    @property
     def first(self):
         """int, the number of the tower's first example, or None."""
         return None if self._whole is None else self._whole.first
@@ -94,7 +89,7 @@ class Facts:
     def row_of(self, op):
         """Returns the `OneRow` that an op of a turn of Python's own loop over the examples computes of; None elsewhere."""
         number = None if self._whole is None else self._whole.turns.get(op)
-        return None if number is None else OneRow(number, self._num_rows)
+        return None if number is None else OneRow(number, self.num_rows)
 
     def varies(self, op):
         """Tells whether a constant is not the same in all turns of such a loop."""
@@ -156,7 +151,7 @@ class Facts:
             return own
         total = self._whole.num_rows
         is_number = isinstance(own, int) and isinstance(whole, int) and not isinstance(own, bool)
-        if is_number and total and whole % total == 0 and own == whole // total * (self._num_rows or 0):
+        if is_number and total and whole % total == 0 and own == whole // total * (self.num_rows or 0):
             return Additive(whole // total, BATCH)
         return COMPUTED
 
@@ -165,7 +160,7 @@ class Facts:
         differs = [axis for axis in range(whole.ndim) if own.ndim == whole.ndim and own.shape[axis] != whole.shape[axis]]
         axis, total = (differs or [None])[0], self._whole.num_rows
         if axis is not None and not is_whole and np.array_equal(whole, np.broadcast_to(whole.take([0], axis), whole.shape)) and (
-                whole.shape[axis] % total == 0 and own.shape[axis] == whole.shape[axis] // total * (self._num_rows or 0)):
+                whole.shape[axis] % total == 0 and own.shape[axis] == whole.shape[axis] // total * (self.num_rows or 0)):
             placement = Shard(axis, BATCH, whole.shape[axis] // total)
             if len(differs) == 1:
                 return Decision([placement])
