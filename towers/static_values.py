@@ -4,10 +4,12 @@ import tensorflow.compat.v1 as tf
 
 __all__ = ["static_value"]
 
-_COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray, "FloorDiv": np.floor_divide, "FloorMod": np.mod,
-             "GreaterEqual": np.greater_equal, "Less": np.less, "Maximum": np.maximum, "Minimum": np.minimum,
-             "Mul": np.multiply, "Neg": np.negative, "Range": np.arange, "Sub": np.subtract}
-_MOST_STEPS = 6
+_COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray, "ConcatV2": lambda *values: np.concatenate(values[:-1], values[-1]),
+             "FloorDiv": np.floor_divide, "FloorMod": np.mod, "GreaterEqual": np.greater_equal, "Less": np.less,
+             "Maximum": np.maximum, "Minimum": np.minimum, "Mul": np.multiply, "Neg": np.negative,
+             "Prod": lambda x, axes: np.prod(x, tuple(np.ravel(axes)), x.dtype), "Range": np.arange, "Sub": np.subtract}
+_TAKES = ("Gather", "GatherV2", "StridedSlice")
+_MOST_STEPS = 9
 
 
 def static_value(tensor, steps=_MOST_STEPS):
@@ -16,9 +18,35 @@ def static_value(tensor, steps=_MOST_STEPS):
     `tf.get_static_value` knows `tf.range(3)`, and not `tf.range(tf.rank(x) - 1)`, nor the axes that `tf.vectorized_map` makes.
     """
     value, op = tf.get_static_value(tensor), tensor.op
-    if value is not None or not steps or op.type not in _COMPUTES or not (tensor.dtype.is_integer or tensor.dtype.is_bool):
+    if value is None and op.type in _TAKES:
+        return _taken(op, steps - 1) if steps else None
+    if value is not None or not steps or op.type not in _COMPUTES and op.type != "Pack" or not (tensor.dtype.is_integer or tensor.dtype.is_bool):
         return value
     values = [static_value(source, steps - 1) for source in op.inputs]
+    if op.type == "Pack" and not any(value is None for value in values):
+        return np.stack(values, op.get_attr("axis"))
     if any(value is None for value in values) or op.type.startswith("Floor") and not np.all(values[1]):
         return None
     return np.asarray(_COMPUTES[op.type](*values), tensor.dtype.as_numpy_dtype)
+
+
+def _taken(op, steps):
+    """Returns what an op takes of a vector of known numbers, or of those sizes of a shape that are known; None else."""
+    shape, of = op.inputs[0].op, tf.get_static_value(op.inputs[0])
+    if of is None and shape.type == "Shape" and shape.inputs[0].shape.rank is not None:
+        of = np.array(shape.inputs[0].shape.as_list(), object)
+    at = [static_value(source, steps) for source in list(op.inputs)[1:4 if op.type == "StridedSlice" else 2]]
+    if of is None or of.ndim != 1 or any(each is None for each in at):
+        return None
+    index = _slice(op, at) if op.type == "StridedSlice" else at[0]
+    found = None if index is None else of[index]
+    return None if None in np.ravel(found).tolist() else np.asarray(found, op.outputs[0].dtype.as_numpy_dtype)
+
+
+def _slice(op, bounds):
+    """Returns how an op takes a part of a vector, an int or a slice."""
+    masks = [op.get_attr(name + "_mask") & 1 for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")]
+    if any(masks[3:]) or any(len(bound) != 1 for bound in bounds):
+        return None
+    begin, end, step = (int(bound[0]) for bound in bounds)
+    return begin if masks[2] else slice(None if masks[0] else begin, None if masks[1] else end, step)

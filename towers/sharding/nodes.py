@@ -6,6 +6,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import is_in_loop
 from towers.sharding.placements import Blocks, Placement, Replicate, Shard, elements_of
+from towers.static_values import static_value
 
 __all__ = ["AsPartial", "Decision", "Node", "Numbered", "OwnRows", "Refused", "Replicated", "ShapeOf", "Unfit", "Value"]
 
@@ -122,7 +123,7 @@ class Value:
         """Returns the value where it is known while the graph is built and alike in all towers, an array, else None."""
         if self._is_made_whole or not isinstance(self.placement, Replicate):
             return None
-        return tf.get_static_value(self.tensor) if self._known is None else self._known
+        return static_value(self.tensor) if self._known is None else self._known
 
     def elements(self):
         """Returns the elements as `Size` has them, an array of objects; None where there are too many or unknown ones."""

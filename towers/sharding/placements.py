@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-__all__ = ["BATCH", "COMPUTED", "Additive", "Blocks", "Listed", "OneRow", "Own", "Partial", "PartialMean", "Placement",
-           "Replicate", "RowNumbers", "RowSum", "Rows", "Shard", "Size", "elements_of", "moved", "size_of"]
+__all__ = ["BATCH", "COMPUTED", "Additive", "Blocks", "InTurn", "Listed", "OneRow", "Own", "Partial", "PartialMean", "Placement",
+           "Replicate", "RowNumbers", "RowSum", "Rows", "Running", "Shard", "Size", "elements_of", "moved", "size_of"]
 
 
 class Rows(NamedTuple):
@@ -203,6 +203,22 @@ class RowSum(Placement):
 
     def __str__(self):
         return "the sum of %d examples of %d" % (self.count, self.of)
+
+
+@dataclasses.dataclass(frozen=True)
+class InTurn(Placement):
+    """In turn i of a loop over the tower's examples, W(t) is what t_i is for the example that is the tower's i-th."""
+
+    def __str__(self):
+        return "an example's own"
+
+
+@dataclasses.dataclass(frozen=True)
+class Running(Placement):
+    """The sum, over the turns of such a loop that were, of what each of them added."""
+
+    def __str__(self):
+        return "a sum over the examples so far"
 
 
 def _array(elements, shape):

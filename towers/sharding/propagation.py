@@ -5,6 +5,7 @@ ops were made. In loops placements are joined until they stay; where the turns o
 is made whole before it.
 """
 import dataclasses
+import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ class Facts:
       scope: str, which tells the names of ops of one function from those of another.
     """
 
+    follows_turns, of_unknown = False, None  # see `towers.sharding.guesses`
+
     def __init__(self, given, whole=None, num_rows=None, layers=None, outer=None, is_whole=False, of_each=(),
                  is_chosen=None, rules=RULES):
         self.rules = rules
@@ -56,8 +59,8 @@ class Facts:
         self.of_each, self.is_chosen = of_each, is_chosen
         self.placements, self.layers = {}, layers or {}  # (op, number) -> Placement, while they are found out
         self.is_inner, self.is_whole, self.scope = outer is not None, is_whole, ""
-        self.bodies, self.whole_lists = (Bodies() if whole is None else whole.bodies, set()) if outer is None else (
-            outer.bodies, outer.whole_lists)
+        self.bodies, self.whole_lists, self.counters = (Bodies() if whole is None else whole.bodies, set(), set()) if (
+            outer is None) else (outer.bodies, outer.whole_lists, outer.counters)
 
     def through(self, op, body, placements, is_whole):
         """Returns the `Plan` of a `Body` that an op calls.
@@ -69,7 +72,7 @@ class Facts:
           is_whole: whether these are all the whole batch's.
         """
         given = {end_of(tensor): placement for tensor, placement in zip(body.inputs, placements)}
-        inner = Facts(given, self._whole, self.num_rows, outer=self, is_whole=is_whole or self.is_whole)
+        inner = type(self)(given, self._whole, self.num_rows, outer=self, is_whole=is_whole or self.is_whole)
         inner.scope = self.scope + op.name + "/"
         return _Pass(_in_order(body.ops), inner, set(), set(), {}, OwnGradients([])).run()
 
@@ -106,6 +109,16 @@ class Facts:
     def join_of(self, op):
         """Returns the `towers.sharding.row_loops.Join` that an op belongs to, or None."""
         return None if self._whole is None else self._whole.joins.get(op)
+
+    def counts_rows(self, tensor):
+        """Tells whether a number is that of the tower's examples, so that a loop of as many turns is one over these."""
+        return False
+
+    def takes_apart(self, op, count):
+        """Tells whether the outputs of an op, so many equal parts of the batch, are its examples, one in each."""
+        whole = self.whole_dims(op.outputs[0])
+        # Parts of the batch may be one example each in this tower alone.
+        return count == self.num_rows and (op.type != "Split" or whole is not None and 1 in whole)
 
     def elements(self, tensor):
         """Returns the elements of a tensor of integers as `Size` has them, a list, or None."""
@@ -210,7 +223,7 @@ def propagate(ops, facts, own_gradients=True):
         more = _met_at_source(plan) - at_source  # what meets there counts as replicated
         if facts.is_chosen is not None:
             more = {(op, number) for op, number in more if facts.is_chosen(op)}
-        meeting = _meeting_loops(plan)
+        meeting = _meeting_loops(plan, facts.follows_turns)
         loops = (set(meeting) | _writers_of(plan, meeting)) - whole_loops
         enters = {op: wanted for op, wanted in _wanted_at_entry(plan).items() if op not in entering}
         functions = _looking_at_all(plan, own) - own.whole
@@ -259,28 +272,18 @@ class _Pass:
         self.decisions, self._parts = {}, {}
 
     def run(self):
-        todo = self._order
+        # In order, and what a loop hands back before what is behind the loop.
+        place = {op: number for number, op in enumerate(self._order)}
+        todo, waiting = list(range(len(self._order))), set(self._order)
         while todo:
-            changed = set()
-            for op in todo:
-                if self._visit(op):
-                    changed.add(op)
-            # Only what a loop hands back can be known later than what reads it.
-            back = {consumer for op in changed if op.type in LOOPS_BACK for out in op.outputs for consumer in out.consumers()}
-            dirty = self._behind(back & self._within)
-            todo = [op for op in self._order if op in dirty]
+            op = self._order[heapq.heappop(todo)]
+            waiting.discard(op)
+            if self._visit(op):
+                for consumer in {consumer for out in op.outputs for consumer in out.consumers()} & self._within - waiting:
+                    waiting.add(consumer)
+                    heapq.heappush(todo, place[consumer])
         kept = {op for (op, _), placement in self._placements.items() if isinstance(placement, Size)}.union(self._own.ops)
         return Plan(self._order, self._placements, self.decisions, self._parts, {op: list(op.inputs) for op in kept}, self._own)
-
-    def _behind(self, ops):
-        """Returns what depends on ops, these included, within the tower."""
-        seen, stack = set(), list(ops)
-        while stack:
-            op = stack.pop()
-            if op not in seen and op in self._within:
-                seen.add(op)
-                stack.extend(consumer for out in op.outputs for consumer in out.consumers())
-        return seen
 
     def _visit(self, op):
         """Decides for an op; tells whether the placement of an output changed."""
@@ -405,8 +408,13 @@ def meets_for(want, placement):
         placement, (Replicate, PartialMean, Partial))
 
 
-def _meeting_loops(plan):
-    """Returns the loops of control flow 1 in whose turns towers would meet, a dict to an op that they would meet for."""
+def _meeting_loops(plan, is_only_asked):
+    """Returns the loops of control flow 1 in whose turns towers would meet, a dict to an op that they would meet for.
+
+    Args:
+      plan: `Plan`.
+      is_only_asked: whether the plan is not to be carried out, so that own rows need not be taken.
+    """
     found = {}
     for op, decision in plan.decisions.items():
         loop = None if op.type in _ENTERS else loop_of(op)
@@ -414,6 +422,8 @@ def _meeting_loops(plan):
             continue
         for k, want in decision.wants.items():
             placement = plan.placements.get(end_of(op.inputs[k]), Replicate())
+            if is_only_asked and isinstance(want, OwnRows):
+                continue
             if meets_for(want, placement) and not _is_from_outside(op.inputs[k], placement):
                 found[loop] = op
         if decision.instead and decision.meets or decision.own:

@@ -11,11 +11,12 @@ import tensorflow.compat.v1 as tf
 from towers.functions import MADE_UP
 from towers.private import position_of
 
-__all__ = ["Join", "attributes_of", "join_of", "own_of_turns", "turns_added_up"]
+__all__ = ["JOINS", "Join", "attributes_of", "join_of", "own_of_turns", "turns_added_up"]
 
 _ADDITIONS = ("Add", "AddV2")
 # Types of ops that put turns together -> which input is none of a turn.
 _JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": None}
+JOINS = {**_JOINS, **dict.fromkeys(_ADDITIONS, "+")}
 
 _KINDS = frozenset(["bool", "float", "int", "list(bool)", "list(float)", "list(int)", "string"])
 _OF_NO_VALUE = MADE_UP.union(["N", "num", "num_split", "parallel_iterations"])

@@ -12,9 +12,10 @@ from towers.private import position_of
 from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Decision, Node, OwnRows, Refused, Replicated, ShapeOf, Unfit, Value
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, Own, Partial, PartialMean, Replicate,
-                                        RowNumbers, Shard, Size)
+                                        RowNumbers, Running, Shard, Size)
 from towers.sharding.rules.lists import joined
 from towers.sharding.rules.table import ANY, RULES, rule
+from towers.sharding.rules.turns import counters_of_body
 
 __all__ = ["Carried", "Inner", "READS", "is_counted", "is_made_within"]
 
@@ -308,12 +309,16 @@ def _decide_branches(node, wants, is_whole):
 def _decide_loop(node, wants, is_whole):
     test, turn = node.context.bodies.of(node.op)
     varying = [k for k, tensor in enumerate(turn.outputs) if _source(tensor) is not turn.inputs[k]]
+    counters = counters_of_body(node.context, node, test, turn) if node.context.follows_turns else set()
+    node.context.counters.update(counters)
     state = list(node.inputs)
     for _ in range(_MOST_TURNS):
         inner = _through(node, turn, state, is_whole, varying=varying)
         entry, placements = dict(wants), [value.placement for value in node.inputs]
         for k in varying:
-            each, placements[k] = _Meet(node.op, [node.inputs[k], _value(node, inner, k)], node.context).join()
+            meet = _Meet(node.op, [node.inputs[k], _value(node, inner, k)], node.context)
+            meet.is_over_rows = bool(counters)
+            each, placements[k] = meet.join()
             if 0 in each:
                 entry[k] = each[0]
             if 1 in each:
@@ -327,6 +332,7 @@ def _decide_loop(node, wants, is_whole):
     first = _through(node, test, state, is_whole, varying=varying)
     if not isinstance(first.placement(test.outputs[0]), Replicate):
         first.returns[0] = Replicated()
+    placements = [Partial() if counters and isinstance(placement, Running) else placement for placement in placements]
     return _carried(node, placements, entry, [first, inner])
 
 

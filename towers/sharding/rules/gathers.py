@@ -6,12 +6,13 @@ from is whole.
 import numpy as np
 
 from towers.sharding.nodes import Numbered, OwnRows, Unfit
-from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, Replicate, RowNumbers, Rows, Shard, Size, moved,
+from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Partial, Replicate, RowNumbers, Rows, Shard, Size, moved,
                                         size_of)
 from towers.sharding.rules.movement import is_of_size
 from towers.sharding.rules.reductions import own_rows_of
 from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
+from towers.sharding.rules.turns import takes_its_row
 
 __all__ = ["aligned"]
 
@@ -44,6 +45,8 @@ def gather(node):
         if indices.rank or getattr(params.placement, "axis", None) != axis:
             raise Unfit()
         return row_taken(node, {1: (None, 0)})
+    if takes_its_row(node, 1):
+        return node.decide(InTurn())
     others = node.wanted([2]) if len(node.inputs) > 2 else {}
     if isinstance(params.placement, SUMS):
         if not isinstance(indices.placement, Replicate):

@@ -3,10 +3,11 @@ import numpy as np
 
 from towers.graph_walk import LOOPS_BACK
 from towers.sharding.nodes import Numbered, OwnRows, Refused, Replicated, Unfit
-from towers.sharding.placements import (COMPUTED, Additive, Blocks, Listed, Replicate, RowNumbers, Rows, Shard,
-                                        Size, moved, size_of)
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Replicate, RowNumbers, Rows, Running,
+                                        Shard, Size, moved, size_of)
 from towers.sharding.rules.pointwise import jointly_linear
 from towers.sharding.rules.table import ANY, SUMS, rule
+from towers.sharding.rules.turns import is_list_of_rows, is_turn, joined_in_turn, number_of_rows, row_read
 
 __all__ = ["element_written", "joined"]
 
@@ -25,9 +26,11 @@ def joined(node, numbers):
         elements = [placement.element for placement in found if placement.element is not None]
         if any(element != elements[0] for element in elements):
             raise Refused("%r is a list whose elements are %s" % (node.op.name, " and ".join(map(str, elements))))
-        return {}, Listed(elements[0] if elements else None)
+        return {}, Listed(elements[0] if elements else None, next((each.by_row for each in found if each.by_row), None))
     if any(isinstance(placement, Listed) for placement in found):
         raise Unfit()
+    if any(isinstance(placement, (InTurn, Running)) for placement in found):
+        return joined_in_turn(node, numbers)
     if any(isinstance(placement, (Shard, Blocks, RowNumbers)) for placement in found):
         return _of_rows(node, numbers)
     if all(isinstance(placement, (Size, Replicate)) for placement in found):
@@ -61,7 +64,7 @@ def _of_rows(node, numbers):
     return wants, Shard(first.axis, named, times) if outer == 1 else Blocks(first.axis, outer, named, times)
 
 
-@rule("Merge RefMerge", ANY)
+@rule("Merge RefMerge", ANY + (InTurn, Running))
 def merge(node):
     numbers = [k for k, value in enumerate(node.inputs) if value.placement is not None]
     try:
@@ -80,11 +83,13 @@ def array(node):
 
 def element_written(node, flow, value, placement, wants):
     """Returns the `Decision` of an op that writes what has a placement into a list."""
-    before = node.inputs[flow].placement
+    before, by_row = node.inputs[flow].placement, None
     before = before.element if isinstance(before, Listed) else None
+    if isinstance(placement, InTurn) and is_turn(node.context, node.inputs[1].tensor):
+        by_row = BATCH
     others = node.wanted(k for k in range(len(node.inputs)) if k not in (flow, value))
     if before is None or before == placement:
-        return node.decide(Listed(placement), {**others, **wants})
+        return node.decide(Listed(placement, by_row), {**others, **wants})
     if isinstance(before, Replicate):
         return node.decide(Listed(before), {**others, value: Replicated()})
     if isinstance(before, Shard) and isinstance(placement, Replicate):
@@ -98,9 +103,11 @@ def written(node):
     return element_written(node, 3, 2, node.inputs[2].placement, {})
 
 
-@rule("TensorArrayScatterV3", (Shard, Blocks, Listed) + SUMS, always=True)
+@rule("TensorArrayScatterV3", (Shard, Blocks, Listed, RowNumbers) + SUMS, always=True)
 def scattered(node):
     placement = node.inputs[2].placement
+    if is_list_of_rows(node.context, placement):
+        return node.decide(Listed(InTurn(), BATCH))
     if isinstance(placement, (Shard, Blocks)):
         if placement.axis == 0:
             return element_written(node, 3, 2, Replicate(), node.wanted([2]))
@@ -110,6 +117,7 @@ def scattered(node):
 
 @rule("TensorArrayReadV3", (Listed,), always=True)
 def read(node):
+    row_read(node, 2)
     return node.decide(_element(node, 2), node.wanted([1]))
 
 
@@ -120,9 +128,11 @@ def _element(node, flow):
     return Replicate() if placement.element is None else placement.element
 
 
-@rule("TensorArrayGatherV3", (Listed,), always=True)
+@rule("TensorArrayGatherV3", (Listed, RowNumbers), always=True)
 def stacked(node):
     element = _element(node, 2)
+    if isinstance(element, InTurn) and node.inputs[2].placement.by_row:
+        return node.decide(Shard(0, BATCH, 1))
     if isinstance(element, (Shard, Blocks)):
         element = moved(element, element.axis + 1)
     return node.decide(element, node.wanted([1]))
@@ -139,7 +149,8 @@ def concatenated(node):
 
 @rule("TensorArraySizeV3 TensorArrayCloseV3", (Listed,), always=True)
 def size_of_list(node):
-    return node.decide(Replicate())
+    placement = node.inputs[-1].placement
+    return node.decide(number_of_rows(1) if isinstance(placement, Listed) and placement.by_row else Replicate())
 
 
 @rule("TensorArrayGradV3", (Listed,), always=True)

@@ -1,4 +1,6 @@
 """Ops that move values: they are linear in what they move, so a sum's parts stay parts of it."""
+import dataclasses
+
 import numpy as np
 
 from towers.sharding.nodes import ShapeOf, Unfit
@@ -62,20 +64,23 @@ def reshape(node):
     if is_unknown:
         raise Unfit()
     before *= getattr(placement, "outer", 1)
+    whole = out.whole if elements is None else [
+        element if size is None and isinstance(element, int) and element >= 0 else size for size, element in zip(out.whole, elements)]
     after, some_after = known_product(value.whole[placement.axis + 1:])
     for axis in range(out.rank):
-        first, is_unknown = known_product(out.whole[:axis])
+        first, is_unknown = known_product(whole[:axis])
         element = None if elements is None else elements[axis]
         if is_unknown or not first or first > before:
             break
-        if before % first or not (isinstance(element, Additive) or out.varies(axis)):
+        is_kept = out.dims[axis] is None and isinstance(element, int) and element >= 0
+        if before % first or is_kept or not (isinstance(element, Additive) or out.varies(axis)):
             continue
         outer = before // first
-        times = _times(placement, element, outer, (after, some_after), known_product(out.whole[axis + 1:]))
+        times = _times(placement, element, outer, (after, some_after), known_product(whole[axis + 1:]), node.context.follows_turns)
         if isinstance(placement, RowNumbers):
-            if outer != 1 or after != 1 or some_after:
+            if outer != 1:
                 raise Unfit()
-            return node.decide(moved(placement, axis), _target(node, elements, axis))
+            return node.decide(dataclasses.replace(placement, axis=axis, times=times), _target(node, elements, axis))
         return node.decide(in_blocks(placement, axis, outer, times), _target(node, elements, axis))
     raise Unfit()
 
@@ -104,18 +109,18 @@ def _axis_before_sum(node, axis):
     return left[axis] - (rank - int(shape.shape[0]))
 
 
-def _times(placement, element, outer, after, behind):
+def _times(placement, element, outer, after, behind, is_asked):
     """Returns how many entries an example has along an axis of the output, None if not known; `Unfit` where it is no number."""
     if isinstance(element, Additive) and element.times is not None and element.rows == placement.rows:
         if element.times % outer:
             raise Unfit()
         return element.times // outer
     if isinstance(placement, RowNumbers) and after == behind:
-        return 1
+        return placement.times
     times = getattr(placement, "times", None)
     if behind[1] or times is None:
         # Rows may be kept as they are, and no more.
-        if after == behind and not after[1]:
+        if after == behind and (is_asked or not after[1]):
             return times
         raise Unfit()
     if not behind[0] or times * after[0] % behind[0]:
@@ -199,7 +204,7 @@ def pack(node):
     numbers = list(range(len(node.inputs)))
     axis = node.attr("axis") % node.outputs[0].rank
     if node.of(*ROWS):
-        columns = _columns(node, axis)
+        columns = _columns(node, axis, list(range(len(node.inputs))))
         if columns is not None:
             return node.decide(columns)
         wants, placement = along_rows(node, node.inputs[0].rank, dict.fromkeys(numbers, 0))
@@ -207,13 +212,20 @@ def pack(node):
     return _joined(node, numbers, axis, lambda arrays, axis: np.stack(arrays, axis))
 
 
-def _columns(node, axis):
-    """Returns the placement of columns that are stacked, one of which numbers rows, None where that is not what they are."""
-    numbers = node.of(RowNumbers)
-    same = {value.placement.axis for value in node.inputs if isinstance(value.placement, (Shard, RowNumbers))}
-    if len(numbers) != 1 or axis != node.outputs[0].rank - 1 or not node.all(Shard, RowNumbers) or len(same) != 1:
+def _columns(node, axis, columns):
+    """Returns the placement of columns that are put together, one of which numbers rows; None where they are something else.
+
+    Args:
+      node: `Node`.
+      axis: int, along which they are put together.
+      columns: list of int, the inputs.
+    """
+    found = [node.inputs[k].placement for k in columns]
+    numbers = [k for k, placement in enumerate(found) if isinstance(placement, RowNumbers)]
+    if len(numbers) != 1 or axis != node.outputs[0].rank - 1 or not all(
+            isinstance(placement, (Shard, RowNumbers)) for placement in found) or len({placement.axis for placement in found}) != 1:
         return None
-    placement = node.inputs[numbers[0]].placement
+    placement = found[numbers[0]]
     return None if placement.column is not None else RowNumbers(
         placement.axis, placement.rows, placement.times, placement.of, placement.count, numbers[0])
 
@@ -236,6 +248,9 @@ def _joined(node, numbers, axis, of_arrays):
             return node.decide(in_blocks(first, first.axis, len(numbers) * getattr(first, "outer", 1), first.times), others)
         if len(found) == 1 and not isinstance(first, RowNumbers):
             return node.decide(first, others)
+        columns = _columns(node, axis % rank, numbers)
+        if columns is not None and all(node.inputs[k].dims[-1] == 1 for k in numbers):
+            return node.decide(columns, others)
         wants, placement = along_rows(node, rank, {k: 0 if k in numbers else rank for k in range(len(node.inputs))})
         return node.decide(placement, {**wants, **others})
     wants, placement = jointly_linear(node, numbers)
@@ -264,7 +279,8 @@ def unpack(node):
 def _each_row(node, count):
     """Returns the placements of the tower's examples taken apart, a list."""
     placement = next(value.placement for value in node.inputs if not isinstance(value.placement, Replicate))
-    if type(placement) is not Shard or placement.rows != BATCH or placement.times != 1 or count != node.context.num_rows:
+    if type(placement) is not Shard or placement.rows != BATCH or placement.times != 1 or not (
+            node.context.takes_apart(node.op, count)):
         raise Unfit()
     return [OneRow(number, count) for number in range(count)]
 

@@ -5,10 +5,18 @@ from towers.sharding.nodes import Unfit
 from towers.sharding.placements import Partial, Replicate, Shard
 from towers.sharding.rules.table import rule
 
-__all__ = ["channels_axis"]
+__all__ = ["channels_axis", "is_batch_norm"]
 
 
-@rule("FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3", (Shard,))
+_FUSED = "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"
+
+
+def is_batch_norm(op):
+    """Tells whether an op is a fused batch norm."""
+    return op.type in _FUSED.split()
+
+
+@rule(_FUSED, (Shard,))
 def fused_batch_norm(node):
     x = node.inputs[0].placement
     if not isinstance(x, Shard):

@@ -30,7 +30,7 @@ BesselJ0 BesselJ1 BesselK0 BesselK0e BesselK1 BesselK1e BesselY0 BesselY1 Betain
 Ceil ClipByValue Complex ComplexAbs Cos Cosh Dawsn Digamma Elu Equal Erf Erfc Erfinv Exp Expint Expm1 FakeQuantWithMinMaxArgs
 FakeQuantWithMinMaxArgsGradient FakeQuantWithMinMaxVars Floor FloorDiv FloorMod FresnelCos FresnelSin Greater GreaterEqual
 Igamma IgammaGradA Igammac Inv Invert IsFinite IsInf IsNan LeakyRelu LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd
-LogicalNot LogicalOr LogicalXor Maximum Minimum Mod Ndtri NextAfter NotEqual Polygamma PopulationCount Pow Reciprocal Relu
+LogicalNot LogicalOr LogicalXor Maximum Minimum Mod Ndtri NextAfter NotEqual Polygamma PopulationCount Reciprocal Relu
 Relu6 RightShift Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Spence Sqrt Square SquaredDifference Tan Tanh
 TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta"""
 
@@ -252,6 +252,17 @@ def choice(node):
         wants, placement = jointly_linear(node, [1, 2])
         return node.decide(placement, wants)
     raise Unfit()
+
+
+@rule("Pow", (Shard, Blocks, RowNumbers, Size) + SUMS)
+def power(node):
+    """To the power of 1 a sum's part is one."""
+    if not isinstance(node.inputs[0].placement, SUMS):
+        return pointwise(node)
+    exponent = node.inputs[1].const()
+    if exponent is None or np.any(exponent != 1):
+        raise Unfit()
+    return node.decide(node.inputs[0].placement)
 
 
 @rule(NEITHER, (Shard, Blocks, RowNumbers, Size))

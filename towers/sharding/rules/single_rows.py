@@ -8,8 +8,9 @@ from towers.sharding.bodies import BODIES
 from towers.sharding.nodes import AsPartial, Decision, Refused, Unfit
 from towers.sharding.placements import BATCH, Blocks, OneRow, Partial, RowSum, Rows, Shard
 
-__all__ = ["constant_of_a_turn", "drawn_in_a_turn", "of_single_rows", "row_taken"]
+__all__ = ["constant_of_a_turn", "drawn_in_a_turn", "of_single_rows", "row_taken", "takes_row_of"]
 
+_TAKES = ("Gather", "GatherV2", "Slice", "StridedSlice")
 # They have effects for TensorFlow, and change nothing.
 _LOOKS_ON = ("Assert", "CheckNumerics", "CheckNumericsV2", "Print", "ResourceGather", "ResourceGatherNd")
 
@@ -41,6 +42,11 @@ def row_taken(node, positions):
     def taken(conversions, op, inputs):
         return conversions.made(op, [tf.convert_to_tensor(own.get(k, source), source.dtype) for k, source in enumerate(inputs)])
     return node.decide(row, node.wanted(k for k in range(1, len(node.inputs)) if k not in positions), instead=taken)
+
+
+def takes_row_of(op, count):
+    """Tells whether an op may take a row, by its number, of what has so many of them."""
+    return op.type in _TAKES and bool(op.inputs[0].shape.rank) and tf.dimension_value(op.inputs[0].shape[0]) == count
 
 
 def drawn_in_a_turn(node, row, decision):

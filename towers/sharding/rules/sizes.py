@@ -7,7 +7,12 @@ from towers.sharding.rules.movement import first_additive, shape_wanted
 from towers.sharding.rules.pointwise import SIZES
 from towers.sharding.rules.table import ANY, SUMS, rule
 
-__all__ = []
+__all__ = ["is_of_shapes"]
+
+
+def is_of_shapes(op):
+    """Tells whether an op takes no more of its input than its shape."""
+    return op.type in ("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike")
 
 
 @rule("Shape ShapeN", (Shard, Blocks, RowNumbers) + SUMS)

@@ -1,11 +1,12 @@
 """Rows that are taken by their place, and what is put back there: slices, and the gradient of slices."""
 from towers.sharding.nodes import ShapeOf, Unfit
-from towers.sharding.placements import Additive, Blocks, OneRow, Replicate, RowNumbers, Shard, Size, moved, size_of
+from towers.sharding.placements import Additive, Blocks, InTurn, OneRow, Replicate, RowNumbers, Shard, Size, moved, size_of
 from towers.sharding.rules.movement import in_blocks, is_of_size, kept
 from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
+from towers.sharding.rules.turns import takes_its_row
 
-__all__ = []
+__all__ = ["takes_by_place"]
 
 ROWS = (Shard, Blocks, RowNumbers)
 
@@ -40,11 +41,20 @@ def index_of(node):
     return found
 
 
-@rule("StridedSlice", ROWS + (OneRow, Size) + SUMS)
+def takes_by_place(op):
+    """Tells whether an op takes parts of something by their place."""
+    return op.type in ("Slice", "Split", "SplitV", "StridedSlice", "Unpack")
+
+
+@rule("StridedSlice", ROWS + (InTurn, OneRow, Size) + SUMS)
 def strided_slice(node):
     value = node.inputs[0]
     if node.of(OneRow):
         return _one_row(node)
+    if takes_its_row(node, 1, 2):
+        return node.decide(InTurn())
+    if node.of(InTurn):
+        raise Unfit()
     placement, rank = value.placement, value.rank
     if isinstance(placement, SUMS):
         return node.decide(placement, node.wanted([1, 2, 3]))
@@ -140,7 +150,7 @@ def _one_row(node):
     raise Unfit()
 
 
-@rule("Slice", (OneRow,) + ROWS + (Size,) + SUMS)
+@rule("Slice", (InTurn, OneRow) + ROWS + (Size,) + SUMS)
 def slice_(node):
     placement = node.inputs[0].placement
     if node.of(OneRow):
@@ -149,6 +159,10 @@ def slice_(node):
         return row_taken(node, {1: (placement.axis, 0), 2: (placement.axis, None)})
     if isinstance(placement, SUMS):
         return node.decide(placement, node.wanted([1, 2]))
+    if takes_its_row(node, 1):
+        return node.decide(InTurn())
+    if node.of(InTurn):
+        raise Unfit()
     begin, size = node.inputs[1].elements(), node.inputs[2].elements()
     if isinstance(placement, Size):
         if begin is None or size is None or len(begin) != 1 or not isinstance(begin[0], int) or not isinstance(size[0], int):

@@ -7,9 +7,10 @@ gets all inputs whole. What an op computes of whole inputs is whole, so that muc
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
 from towers.sharding.nodes import Refused, Replicated, Unfit
-from towers.sharding.placements import (Blocks, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum, Shard,
+from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum, Running, Shard,
                                         Size)
 from towers.sharding.rules.single_rows import drawn_in_a_turn, of_single_rows
+from towers.sharding.rules.turns import of_turns
 
 __all__ = ["ANY", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
 
@@ -76,9 +77,11 @@ def decide(node: Any) -> Optional[Any]:
     Raises:
       Refused: for an op without a rule that has state or draws, and inputs that are not replicated.
     """
-    found = node.context.rules.get(node.type)
+    found = node.context.rules.get(node.type, node.context.of_unknown)
     if node.of(OneRow, RowSum) or node.context.join_of(node.op) is not None:
         return of_single_rows(node, found)
+    if node.of(InTurn, Running) and node.type not in ("Merge", "RefMerge"):
+        return of_turns(node, found)
     if all(type(value.placement) is Replicate for value in node.inputs) and not (found and found.always):
         return None
     if found is None:

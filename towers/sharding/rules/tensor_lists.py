@@ -2,10 +2,11 @@
 import tensorflow.compat.v1 as tf
 
 from towers.sharding.nodes import Refused, ShapeOf, Unfit
-from towers.sharding.placements import Blocks, Listed, Own, Replicate, Shard, Size, moved
+from towers.sharding.placements import BATCH, Blocks, InTurn, Listed, Own, Replicate, Shard, Size, moved
 from towers.sharding.rules.lists import element_written
 from towers.sharding.rules.movement import is_of_size, shape_wanted
 from towers.sharding.rules.table import ANY, SUMS, rule
+from towers.sharding.rules.turns import is_list_of_rows, number_of_rows, row_read
 
 __all__ = []
 
@@ -47,6 +48,8 @@ def new_list(node):
 @rule("TensorListFromTensor", ELEMENTS + (Size, Own), always=True)
 def listed(node):
     placement = node.inputs[0].placement
+    if is_list_of_rows(node.context, placement) and node.op not in node.context.whole_lists:
+        return node.decide(Listed(InTurn(), BATCH))
     if isinstance(placement, (Shard, Blocks)):
         if placement.axis == 0 or node.op in node.context.whole_lists:
             return _listed_whole(node)
@@ -107,6 +110,7 @@ def push(node):
 @rule("TensorListGetItem", (Listed, Size, Own), always=True)
 def item(node):
     element = _element(node)
+    row_read(node, 0)
     return node.decide(element, {**_shape_of_element(node, 2, element), **node.wanted([1])})
 
 
@@ -124,6 +128,8 @@ def _list(node):
 @rule("TensorListStack TensorListGather", (Listed, Size, Own), always=True)
 def stacked(node):
     element, last = _element(node), len(node.inputs) - 1
+    if isinstance(element, InTurn) and node.inputs[0].placement.by_row:
+        return node.decide(Shard(0, BATCH, 1))
     found = moved(element, element.axis + 1) if isinstance(element, (Shard, Blocks)) else element
     wants = {**_shape_of_element(node, last, element), **node.wanted(range(1, last))}
     if node.type == "TensorListStack" and node.attr("num_elements") != -1 and node.outputs[0].rank and node.outputs[0].varies(0):
@@ -151,7 +157,8 @@ def joined_along_axis(node):
 
 @rule("TensorListLength", (Listed,), always=True)
 def length(node):
-    return node.decide(Replicate())
+    placement = node.inputs[0].placement
+    return node.decide(number_of_rows(1) if isinstance(placement, Listed) and placement.by_row else Replicate())
 
 
 @rule("TensorListElementShape", (Listed,), always=True)

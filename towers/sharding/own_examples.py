@@ -1,0 +1,304 @@
+"""What plain towers compute of their own examples, where one tower would take the whole batch: one warning says it.
+
+Placements are carried through the loss of a tower as if its towers were to meet, and the plan is not carried out. Wherever they
+would meet, towers come to something else than one tower on the whole batch. Batch norms with moving averages are everybody's
+ordinary towers, and not said.
+"""
+import warnings
+
+import numpy as np
+import tensorflow.compat.v1 as tf
+
+from towers.gradient_hook import detail_of
+from towers.graph_walk import VARIABLES, descendants, end_of, writes_of
+from towers.private import forward_op_of
+from towers.sharding.given import Given
+from towers.sharding.guesses import Guesses
+from towers.sharding.nodes import Numbered, Refused, Replicated
+from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
+from towers.sharding.propagation import propagate
+from towers.sharding.rules.normalization import is_batch_norm
+from towers.sharding.rules.powers import others_than_means, powers_of
+from towers.sharding.rules.sizes import is_of_shapes
+from towers.sharding.rules.slices import takes_by_place
+from towers.sharding.twin import layers_of
+from towers.static_values import static_value
+from towers.wording import TowersWarning
+
+__all__ = ["warn_of_own_examples"]
+
+_SUMS = (Partial, PartialMean)
+_ROWS = (Shard, Blocks, RowNumbers)
+_MOST_LINES = 5
+
+
+def warn_of_own_examples(losses, towers, is_divided=False, stacklevel=3):
+    """Warns, once, of what towers compute of their own examples where one tower would take the whole batch.
+
+    Args:
+      losses: list over towers of scalar tensors.
+      towers: list of `Tower`.
+      is_divided: bool, whether the caller divided the batch: then places in it are the caller's choice.
+      stacklevel: int, as of `warnings.warn`.
+    """
+    if towers[0].context.num_towers == 1:
+        return
+    # One example is not told from other axes of size 1: a tower of several is asked.
+    loss, tower = min(zip(losses, towers), key=lambda pair: any(
+        tf.dimension_value(leaf.shape[0]) == 1 for leaf in tf.nest.flatten(pair[1].context.batch)
+        if isinstance(leaf, tf.Tensor) and leaf.shape.rank))
+    lines = _Question(loss, tower, is_divided).answer()
+    if lines:
+        more = ["and %d more" % (len(lines) - _MOST_LINES)] if len(lines) > _MOST_LINES else []
+        warnings.warn(
+            "%d towers compute this of their own examples, where one tower would take the whole batch:%s\nTheir average is not "
+            "what one tower trains by. towers.whole_batch(model_fn) takes the whole batch there; in a model with batch norms, "
+            "tf_syncbn.convert_model(model_fn) does." % (tower.context.num_towers, "".join(
+                "\n  - " + line for line in lines[:_MOST_LINES] + more)), TowersWarning, stacklevel=stacklevel)
+
+
+class _Question:
+    """What is asked of one tower's loss."""
+
+    def __init__(self, loss, tower, is_divided):
+        self._tower, self._is_divided, self._made = tower, is_divided, set(tower.ops)
+        while loss.op not in self._made and loss.op.inputs:  # a check of its weight
+            loss = loss.op.inputs[0]
+        self._loss, self._counts, self._lines, self._leaves = loss, set(), {}, {}
+
+    def answer(self):
+        """Returns a list of lines, one for each scope, the loss's first."""
+        context = self._tower.context
+        try:
+            self._given = Given(context.batch, context)
+        except Refused:
+            return []  # ragged, or of an unknown rank: nothing is known of its examples
+        needed = self._needed()
+        layers = {op: inputs[0] for inputs, ops in layers_of(context) for op in ops}
+        layers.update({op: layers[forward_op_of(op)] for op in needed if forward_op_of(op) in layers})
+        sizes = {tf.dimension_value(leaf.shape[0]) for leaf in self._given.leaves}
+        num_rows = sizes.pop() if len(sizes) == 1 else None
+        facts = Guesses(self._given.placements, num_rows=num_rows or None, layers=layers, ops=needed)
+        try:
+            self._plan = propagate(needed, facts)
+        except Refused as error:
+            return [] if self._is_divided else ["%s" % str(error).partition(": ")[2].partition(". ")[0]]
+        weight = self._tower.outputs.get("weight") if isinstance(self._tower.outputs, dict) else None
+        self._of_weight = self._leaves_of(weight.op) if isinstance(weight, tf.Tensor) else None
+        self._averaged = self._moving_averages()
+        self._look_at(self._plan, "")
+        return (list(self._lines.values()) or self._of_loss(num_rows))
+
+    def _needed(self):
+        """Returns the ops that the loss is computed of; not what is multiplied by 0, or printed beside it."""
+        seen, stack = set(), [self._loss.op]
+        while stack:
+            op = stack.pop()
+            if op in seen or op not in self._made:
+                continue
+            seen.add(op)
+            forward = forward_op_of(op)
+            if forward is not None and forward.type == "Mean":
+                stack.append(forward)  # of which its gradient takes no more than shapes
+            taken = list(op.inputs)[:1] if op.type == "Print" else list(op.inputs)
+            if op.type == "Mul" and any(map(_is_zero, taken)):
+                taken = [source for source in taken if _is_zero(source)]
+            stack.extend(source.op for source in taken)
+        return seen
+
+    # What is met about.
+
+    def _look_at(self, plan, scope):
+        """Adds lines for all that towers would meet about, in the functions that ops call too."""
+        for op in plan.order:
+            decision = plan.decisions.get(op)
+            for k, want in sorted(decision.wants.items()) if decision is not None else ():
+                placement = plan.placements.get(end_of(op.inputs[k]))
+                how = self._how(op, k, want, placement)
+                if how is not None:
+                    self._add(op, scope, how)
+            for inner in getattr(decision.instead, "inners", ()) if decision is not None else ():
+                self._look_at(inner.plan, scope + op.name + "/")
+            if decision is not None and decision.instead is not None and decision.meets == "sum" and op not in self._averaged:
+                self._add(op, scope, "normalizes by the tower's own moments" if is_batch_norm(op) else
+                          "computes of the tower's own examples together")
+            for output in op.outputs:
+                if end_of(output) in plan.at_source and not self._is_count(output) and not self._is_moved(output):
+                    self._add(op, scope, "is of all of the tower's own examples, and more is computed of it")
+
+    def _how(self, op, k, want, placement):
+        """Returns how an op takes an input otherwise than one tower would, a str; None where it does not."""
+        source = op.inputs[k]
+        if isinstance(want, Numbered):
+            return None if self._is_divided else "numbers the tower's own examples (%r)" % self._named(source)
+        if not isinstance(want, Replicated):
+            return None
+        if isinstance(placement, Size):
+            is_said = op.outputs[0].dtype.is_floating and self._counts_others(source) and not self._stands_for_weight(source)
+            return "computes by a number that the tower's own examples say (%r)" % self._named(source) if is_said else None
+        if isinstance(placement, _SUMS):
+            if _is_compared_with_0(op, k) or self._is_moved(source) or isinstance(placement, Partial) and self._is_count(source):
+                return None
+            return "computes of a %s over the tower's own examples (%r)" % (
+                "sum" if isinstance(placement, Partial) else "mean", self._named(source))
+        if not isinstance(placement, _ROWS) or self._is_length(op, k):
+            return None
+        if takes_by_place(op):
+            return None if self._is_divided else "takes some of the tower's own examples by their place (%r)" % self._named(source)
+        return "takes the tower's own examples together (%r)" % self._named(source)
+
+    def _add(self, op, scope, how):
+        name = scope + self._tower.context.relative(op.name)
+        self._lines.setdefault(name.rpartition("/")[0] or name, "%r (%s) %s" % (name, op.type, how))
+
+    def _named(self, tensor):
+        return self._tower.context.relative(tensor.op.name)
+
+    # What is no such thing.
+
+    def _moving_averages(self):
+        """Returns the ops of what is one for all of a tower's examples and goes into a variable, a moving average say; a set."""
+        seen, stack = set(), [tensor for op in writes_of(self._tower.ops) for tensor in op.inputs]
+        while stack:
+            tensor = stack.pop()
+            is_of_each = not tensor.value_index and isinstance(self._plan.placements.get(end_of(tensor)), _ROWS)
+            if tensor.op in self._made and tensor.op not in seen and not is_of_each:
+                seen.add(tensor.op)
+                stack.extend(() if is_batch_norm(tensor.op) else tensor.op.inputs)
+        return seen
+
+    def _is_moved(self, tensor):
+        """Tells whether a sum or mean is of such alone."""
+        seen, stack = set(), [tensor.op]
+        while stack:
+            op = stack.pop()
+            if op in seen or op in self._averaged:
+                continue
+            seen.add(op)
+            sums = [source.op for source in op.inputs if isinstance(self._plan.placements.get(end_of(source)), _SUMS)]
+            if not sums:
+                return False
+            stack.extend(sums)
+        return True
+
+    def _is_count(self, tensor):
+        """Tells whether a sum counts the tower's examples, or what its "weight" counts."""
+        leaves = self._leaves_of(tensor.op)
+        is_number = not leaves and self._is_over_batch(tensor) or leaves and leaves == self._of_weight and (
+            tensor.shape.num_elements() == 1 and None not in leaves)
+        if is_number:
+            self._counts.add(end_of(tensor))
+        return bool(is_number)
+
+    def _stands_for_weight(self, tensor):
+        """Tells whether a number of rows is computed of what the tower's "weight" is."""
+        is_weight = self._of_weight is not None and self._leaves_of(tensor.op) == self._of_weight
+        if is_weight:
+            self._counts.add(end_of(tensor))
+        return is_weight
+
+    def _leaves_of(self, op):
+        """Returns what of the batch the values that an op computes are of, a set of ends; None among them is a variable."""
+        found, seen, stack = set(), set(), [op]
+        while stack:
+            each = stack.pop()
+            if each in seen or is_of_shapes(each):
+                continue
+            seen.add(each)
+            found.update(end_of(source) for source in each.inputs if end_of(source) in self._given.placements)
+            found.update(None for source in each.inputs if source.op.type in VARIABLES)
+            stack.extend(source.op for source in each.inputs if source.op in self._made and end_of(source) not in found)
+        return found
+
+    def _is_over_batch(self, tensor):
+        """Tells whether a sum's parts are summed over the batch's own rows."""
+        seen, stack = set(), [tensor]
+        while stack:
+            each = stack.pop()
+            placement = self._plan.placements.get(end_of(each))
+            if isinstance(placement, (Shard, Blocks)) and placement.rows != BATCH:
+                return False
+            if end_of(each) not in seen and isinstance(placement, _SUMS):
+                stack.extend(each.op.inputs)
+            seen.add(end_of(each))
+        return True
+
+    def _counts_others(self, tensor):
+        """Tells whether a size is computed of a number of other rows than the batch's."""
+        seen, stack = set(), [tensor]
+        while stack:
+            each = stack.pop()
+            placement = self._plan.placements.get(end_of(each))
+            if end_of(each) in seen or not isinstance(placement, Size):
+                continue
+            if any(isinstance(element, Additive) and element.rows != BATCH for element in placement.elements):
+                return True
+            seen.add(end_of(each))
+            stack.extend(each.op.inputs)
+        return False
+
+    def _is_length(self, op, k):
+        """Tells whether the largest of some whole numbers says how long something is made, and no mean is taken along that."""
+        if op.type != "Max" or k or not op.inputs[0].dtype.is_integer:
+            return False
+        stack, seen = [op.outputs[0]], set()
+        while stack:
+            tensor = stack.pop()
+            for consumer in set(tensor.consumers()) - seen:
+                seen.add(consumer)
+                is_length = consumer.type == "Range" and tensor is consumer.inputs[1] and all(
+                    _compares(each) for each in consumer.outputs[0].consumers())
+                if is_length and not any(map(self._is_mean_along_last, descendants([consumer], within=set(self._plan.order)))):
+                    continue
+                if consumer.type == "OneHot" and tensor is consumer.inputs[1]:
+                    continue
+                if not consumer.outputs or not consumer.outputs[0].dtype.is_integer or consumer.outputs[0].shape.rank or is_length:
+                    return False
+                stack.append(consumer.outputs[0])
+        return True
+
+    def _is_mean_along_last(self, op):
+        """Tells whether an op is a mean along the last axis, where a mask has its length, if no examples lie along that."""
+        if op.type != "Mean" or op.inputs[0].shape.rank is None:
+            return False
+        axes, last = static_value(op.inputs[1]), op.inputs[0].shape.rank - 1
+        along = getattr(self._plan.placements.get(end_of(op.inputs[0])), "axis", None)
+        return last != along and (axes is None or any(int(axis) % (last + 1) == last for axis in np.ravel(axes)))
+
+    # The loss.
+
+    def _of_loss(self, num_rows):
+        """Returns lines of a loss that is a sum, keeps a number, or is a mean over chosen examples; a list of one or none."""
+        placement, name = self._plan.placements.get(end_of(self._loss)), self._named(self._loss)
+        num_towers = self._tower.context.num_towers
+        if isinstance(placement, PartialMean) and placement.rows != BATCH and not (
+                self._of_weight and self._leaves_of(placement.count[0].op) >= self._of_weight):
+            return ["the loss (%r) is a mean over as many examples as the tower's own data say (%r)" % (name, placement.rows.name)]
+        kinds = others_than_means(powers_of(self._plan, self._loss, self._counts, self._passes_powers(), num_rows),
+                                  num_rows, num_towers)
+        if "sum" in kinds:
+            return ["the loss (%r) is a sum over the tower's own examples, divided by nothing of the tower's: it comes to 1/%d. "
+                    "Take tf.reduce_mean, or divide by tf.shape(x)[0]; a sum that is meant is multiplied by "
+                    "towers.current_tower().num_towers" % (name, num_towers)]
+        return ["the loss (%r) keeps the number of the tower's own examples: what is no sum over them is divided by it, or a sum "
+                "more than once, or a mean" % name] if kinds else []
+
+    def _passes_powers(self):
+        """Returns a function of an op, whether it is none of a layer in which towers of other sizes meet."""
+        sizes = [self._tower.context.sizes_of(leaf) for leaf in self._given.leaves]
+        is_even = bool(sizes) and all(each and len(set(each)) == 1 for each in sizes)
+        return lambda op: is_even or forward_op_of(op) is None or getattr(detail_of(forward_op_of(op)), "place", None) is None
+
+
+def _is_zero(tensor):
+    """Tells whether a tensor is a number that is 0, by which a part of a loss is switched off."""
+    return tensor.op.type == "Const" and not np.any(tf.get_static_value(tensor))
+
+
+def _compares(op):
+    return len(op.inputs) == 2 and op.outputs[0].dtype.base_dtype == tf.bool
+
+
+def _is_compared_with_0(op, k):
+    """Tells whether an op asks whether there is anything."""
+    return _compares(op) and op.inputs[k].dtype.base_dtype != tf.bool and _is_zero(op.inputs[1 - k])
