@@ -12,6 +12,10 @@ from towers.assignment import assign
 PUBLIC_MODULES = ("towers", "towers.workers", "towers.testing", "towers.launch", "tf_syncbn", "tf_syncbn.slim",
                   "tf_syncbn.checkpoints")
 
+# What the warning of what towers compute by themselves begins with, and what it says of a loss that is a sum.
+SAID = "towers compute this of their own examples, where one tower would take the whole batch"
+SUM_IS_SAID = "(?s)" + SAID + ".*is a sum over the tower's own examples, divided by nothing of the tower's"
+
 
 def public_functions(module):
     """Yields (name, function) of a module's public functions, of the public methods of its classes, and of their `__init__`."""

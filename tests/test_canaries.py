@@ -10,10 +10,10 @@ from tensorflow.python.ops import control_flow_util_v2
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
-from towers.private import (branches_of, called_graph, control_flow_now, control_flow_of, forward_op_of, inline_functions,
-                            is_deterministic, is_differentiable, is_in_loop, is_recorded, new_loop, not_recorded,
-                            outer_control_flow, put_in_loop, rewire, run_after, runs_onednn, take_in, taken_from_outside,
-                            tell_forward_op, wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
+from towers.private import (branches_of, called_graph, control_flow_now, control_flow_of, forward_op_of,
+                            is_deterministic, is_differentiable, is_in_loop, is_recorded, not_recorded,
+                            outer_control_flow, rewire, run_after, runs_onednn, take_in, taken_from_outside,
+                            wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
                             without_intermediates)
 
 ROOT = Path(__file__).parent.parent
@@ -168,30 +168,6 @@ def test_an_op_of_a_branch_that_waits_for_more_than_its_choice_is_known():
     tf.cond(tf.placeholder(tf.bool, []), branch, lambda: 0.0)
     assert [waits_for_branch_alone(tensor.op) for tensor in made] == [True, False]
     assert [bool(tensor.op.control_inputs) for tensor in made] == [True, True]
-
-
-def test_functions_are_inlined_and_their_arguments_handed_on_by_ops_that_are_called_so():
-    @tf.function
-    def root(y):
-        return tf.sqrt(y)
-
-    loss = root(tf.placeholder(tf.float32, [2], name="x"))
-    made = inline_functions(loss.graph.as_graph_def(), [loss.op.name])
-    kinds = {node.name: node.op for node in made.node}
-    assert not made.library.function and kinds[loss.op.name] in ("Identity", "IdentityN")
-    assert [name for name, kind in kinds.items() if kind == "Sqrt"] == [loss.op.name + "/Sqrt"]
-    assert [name for name, kind in kinds.items() if kind == "Identity" and name.startswith("Func/" + loss.op.name + "/input/")]
-
-
-def test_imported_ops_are_told_what_they_belong_to():
-    op = tf.constant(1.0).op
-    outer = new_loop(None)
-    put_in_loop(op, new_loop(outer))
-    assert is_in_loop(op) and outer_control_flow(control_flow_of(op)) is outer
-    put_in_loop(op, None)
-    assert not is_in_loop(op) and forward_op_of(op) is None
-    tell_forward_op(op, op)
-    assert forward_op_of(op) is op
 
 
 def test_what_the_body_of_a_loop_takes_in_is_known():

@@ -7,13 +7,12 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.support import build
+from tests.support import SAID, build
 from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 RNG = np.random.RandomState(2)
 X, Y = RNG.randn(9, 4), RNG.randn(9)
-WORDS = "a gradient that the model function takes itself"
 
 
 def weights():
@@ -83,7 +82,7 @@ SAME = {
 
 @pytest.mark.parametrize("name", covering(sorted(OTHERS), one_in=2))
 def test_gradients_of_a_tower_s_examples_together_are_others_and_are_said(name):
-    with pytest.warns(UserWarning, match=WORDS):
+    with pytest.warns(UserWarning, match=SAID):
         with pytest.raises(AssertionError):
             assert_equals_one_batch(OTHERS[name], (X, Y), 2, sizes=[2, 7], steps=1)
 
@@ -91,7 +90,7 @@ def test_gradients_of_a_tower_s_examples_together_are_others_and_are_said(name):
 @pytest.mark.parametrize("name", covering(sorted(SAME), one_in=3))
 def test_gradients_that_are_those_of_the_whole_batch_pass_in_silence(name):
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + WORDS)
+        warnings.filterwarnings("error", message=".*" + SAID)
         assert_equals_one_batch(SAME[name], (X, Y), 2, sizes=[2, 7], steps=2)
 
 
@@ -125,7 +124,7 @@ def test_gradients_of_an_example_s_rows_pass_in_silence_beside_a_tower_of_one(si
 def test_gradients_by_an_example_s_own_moments_pass_in_silence_where_it_is_alone_too(sizes):
     count = sum(sizes)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + WORDS)
+        warnings.filterwarnings("error", message=".*" + SAID)
         assert_equals_one_batch(lambda x, y: penalty(x, y, of_each, tf.reduce_sum), (X[:count], Y[:count]), 2, sizes, steps=2)
 
 
@@ -136,17 +135,17 @@ def test_gradients_by_a_bias_are_said_where_a_tower_has_one_example(shape, sizes
         losses = tf.square(tf.reduce_sum(tf.tanh(x + b), 1) - y)
         return tf.reduce_mean(losses) + tf.reduce_sum(tf.square(tf.gradients(tf.reduce_sum(losses), b)[0]))
 
-    with pytest.warns(UserWarning, match=WORDS):
+    with pytest.warns(UserWarning, match=SAID):
         build(model, towers.PerTower([(X[:size], Y[:size]) for size in sizes]), 2)
 
 
 def test_a_normed_step_through_a_layer_in_which_even_towers_meet_passes_in_silence():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + WORDS)
+        warnings.filterwarnings("error", message=".*" + SAID)
         assert_equals_one_batch(lambda x, y: adversarial(x, y, normed, synced), (X[:8], Y[:8]), 2, steps=1)
 
 
 def test_one_tower_may_take_any_gradient():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + WORDS)
+        warnings.filterwarnings("error", message=".*" + SAID)
         build(inner_step, (X, Y), 1)

@@ -6,11 +6,10 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from tests.support import build
+from tests.support import SAID, build
 from tests.test_summed_losses import C, X, curves, decay, number, of_unknown_size, squares, turned, weights
 from towers.testing import assert_equals_one_batch
 
-WORDS = "keeps the number of the tower's own examples"
 
 
 def mask(x):
@@ -79,7 +78,7 @@ SIZES = [[6, 6], [3, 1, 8]]
 
 
 def assert_is_said(kind, model, sizes):
-    with pytest.warns(UserWarning, match=r"%s: %s \(" % (WORDS, kind)):
+    with pytest.warns(UserWarning, match=SAID):
         build(model, towers.PerTower([(part,) for part in np.split(X, np.cumsum(sizes)[:-1])]), len(sizes))
 
 
@@ -104,7 +103,7 @@ def test_a_loss_that_keeps_the_number_of_a_towers_examples_is_not_one_towers_and
 @pytest.mark.parametrize("name", sorted(RIGHT))
 def test_what_keeps_none_of_it_is_one_towers_and_passes_in_silence(name):
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + WORDS)
+        warnings.filterwarnings("error", message=".*" + SAID)
         build(RIGHT[name], (X,), 2)
         build(of_unknown_size(RIGHT[name]), (X,), 3)
 
@@ -119,11 +118,11 @@ def test_what_keeps_none_of_it_trains_as_one_tower(name, num_towers):
 
 def test_a_size_of_a_batch_whose_size_is_not_known_is_its_number_too():
     model = of_unknown_size(lambda x: tf.reduce_mean(squares(x)) / tf.cast(tf.size(squares(x)[:, 0]), x.dtype))
-    with pytest.warns(UserWarning, match=WORDS):
+    with pytest.warns(UserWarning, match=SAID):
         build(model, (X,), 3)
 
 
 def test_a_number_that_a_shape_may_have_by_chance_is_none_of_the_examples():
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + WORDS)
+        warnings.filterwarnings("error", message=".*" + SAID)
         build(lambda x: tf.reduce_mean(squares(x)) / int(x.shape[0]) / C, (X,), 3)

@@ -98,5 +98,5 @@ def test_that_category_may_be_made_an_error():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", towers.TowersWarning)
-        with pytest.raises(towers.TowersWarning, match="is a sum over the tower's examples"):
+        with pytest.raises(towers.TowersWarning, match="is a sum over the tower's own examples"):
             build(lambda x: tf.reduce_sum(x * tf.get_variable("w", [3])), tf.ones([4, 3]))

@@ -18,15 +18,14 @@ from towers.inner_training import refuse_training
 from towers.input import is_input, next_batches
 from towers.keras3 import explained
 from towers.likeness import check_alike
-from towers.loss_checks import warn_of_losses
 from towers.meetings import Meetings
 from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
                               on_machine_of, warn_of_absent_devices)
 from towers.private import take_in
-from towers.regrouping import warn_of_regrouping
 from towers.replicas import Tower, Towers
 from towers.replicated import read_once
 from towers.shares import checked_loss, count, scalar_loss, shares
+from towers.sharding.own_examples import warn_of_own_examples
 from towers.sharing import VariableSharing
 from towers.state import settle_state
 from towers.turns import TowerMismatchError
@@ -146,11 +145,8 @@ class TowerBuilder:
                 build.peers.warn_of_same_draws(towers)
             warn_of_same_draws(towers)
             losses = [tower.loss for tower in towers]
-            is_whole = bool(towers[0].context.placements)
-            if not is_whole:
-                warn_of_regrouping(towers)
-            if losses[0] is not None and not is_whole:
-                warn_of_losses(losses, towers, is_divided=callable(batch) or isinstance(batch, PerTower))
+            if losses[0] is not None and not towers[0].context.placements:  # no whole-batch model
+                warn_of_own_examples(losses, towers, is_divided=callable(batch) or isinstance(batch, PerTower))
             if alike and len(towers) > 1:
                 check_alike(towers, build.arguments, build.contributions())
             towers = settle_state(towers, build.arguments, build.added)

@@ -16,11 +16,11 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import GradsAndVars, Optimizer, Tensor, UpdateOps, Variable
 from towers.context import check_graph
 from towers.gradient_hook import detail_of, with_gradient
-from towers.loss_checks import warn_of_losses
 from towers.ordering import READS
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
 from towers.replicas import Tower, Towers
+from towers.sharding.own_examples import warn_of_own_examples
 from towers.shares import checked_loss, scalar_loss
 from towers.slices import are_slices, join_slices, with_numbers
 from towers.sums import mean_in_order, sum_in_order
@@ -79,7 +79,7 @@ def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
         _warn_of_rewritten(replicas)
     # That which the model function returned was looked at when the towers were built.
     if loss is not None:
-        warn_of_losses(losses, replicas, stacklevel=4)
+        warn_of_own_examples(losses, replicas, stacklevel=4)
     tower_grads = []
     first_op, meetings = len(tf.get_default_graph().get_operations()), replicas[0].context.meetings
     # Gated op by op, the gradient by an op's input, for which the other towers wait, would wait for that by its variable. Where

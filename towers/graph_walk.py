@@ -3,7 +3,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import taken_from_outside, waiting_for
 
-__all__ = ["CALLS", "LOOPS_BACK", "NO_VALUES", "SIZES", "VARIABLES", "ancestors", "calls_of", "descendants", "end_of",
+__all__ = ["CALLS", "LOOPS_BACK", "VARIABLES", "ancestors", "calls_of", "descendants", "end_of",
            "in_circles", "is_ref", "is_variable", "op_of", "reads_of", "variable_of", "writes_of", "written_variable",
            "written_variables"]
 
@@ -13,9 +13,6 @@ _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGathe
 # What a variable goes through on its way into a tf.cond or tf.while_loop of control flow 1.
 _PASSED_ON = frozenset(["Identity", "RefIdentity", "Switch", "RefSwitch", "Enter", "RefEnter"])
 LOOPS_BACK = frozenset(["NextIteration", "RefNextIteration"])  # of control flow 1, the circles in a graph
-SIZES = frozenset(["Rank", "Shape", "ShapeN", "Size"])
-# Whose values are none of their input's: guards against what is not finite, say.
-NO_VALUES = frozenset(["IsFinite", "IsInf", "IsNan", "OnesLike", "ZerosLike"])
 CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
 _BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
 _NO_WRITERS = _RESOURCE_READERS | CALLS  # of what they are given

@@ -4,7 +4,7 @@ import tensorflow.compat.v1 as tf
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import end_of, op_of
 
-__all__ = ["leaves_of_rows", "own_leaves", "takes_own_data"]
+__all__ = ["own_leaves", "takes_own_data"]
 
 
 def takes_own_data(items, context, stop=(), own=None):
@@ -41,8 +41,3 @@ def own_leaves(context):
     """Returns the ends, as `end_of` has them, of what a tower has of the batch: a set."""
     return {end_of(leaf) for leaf in tf.nest.flatten(context.batch, expand_composites=True)
             if tf.is_tensor(leaf) and leaf.shape.rank != 0}
-
-
-def leaves_of_rows(batch):
-    """Returns the tensors of a batch that have an example in each row, a list; what makes up a sparse or ragged one has not."""
-    return [leaf for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.Tensor)]

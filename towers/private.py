@@ -6,9 +6,7 @@ import contextlib
 import os
 
 import tensorflow.compat.v1 as tf
-from tensorflow.core.protobuf import device_properties_pb2
 from tensorflow.python.framework import config, func_graph, function_def_to_graph, ops, test_util
-from tensorflow.python.grappler import cluster, tf_optimizer
 from tensorflow.python.ops import control_flow_util_v2, variable_scope
 
 try:
@@ -17,11 +15,10 @@ except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
 __all__ = ["branches_of", "called_graph", "captured", "control_flow_now", "control_flow_of", "counting_scopes_from",
-           "differentiate_op", "forward_op_of", "inline_functions", "is_deterministic", "is_differentiable", "is_in_loop",
-           "is_recorded", "new_function_graph", "new_loop", "not_recorded", "outer_control_flow", "position_of", "put_in_flow",
-           "put_in_loop", "record_for_tapes", "rewire", "run_after", "runs_onednn", "scope_counts", "take_in", "take_into_flow",
-           "taken_from_outside", "tell_forward_op", "wait_only_for", "waiting_for", "waits_for_branch_alone",
-           "within_control_flow", "without_intermediates"]
+           "differentiate_op", "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded",
+           "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow", "record_for_tapes",
+           "rewire", "run_after", "runs_onednn", "scope_counts", "take_in", "take_into_flow", "taken_from_outside",
+           "wait_only_for", "waiting_for", "waits_for_branch_alone", "within_control_flow", "without_intermediates"]
 
 
 def control_flow_now(graph):
@@ -90,29 +87,6 @@ def waits_for_branch_alone(op):
     return all(pivot is not None and earlier is pivot.op for earlier in op.control_inputs)
 
 
-class _Loop:
-    """A loop that ops of a graph belong to that was imported, which has none of TensorFlow's own."""
-
-    def __init__(self, outer):
-        self.outer_context, self.loop_exits = outer, []
-
-    def IsWhileContext(self):
-        return True
-
-    def IsCondContext(self):
-        return False
-
-
-def new_loop(outer):
-    """Returns a loop, within another one or None, for `put_in_loop`: what `control_flow_of` returns of its ops."""
-    return _Loop(outer)
-
-
-def put_in_loop(op, loop):
-    """Tells an op of a graph that was imported, and will not be added to, which loop it belongs to, None for none."""
-    op._set_control_flow_context(loop)  # pylint: disable=protected-access
-
-
 def take_into_flow(tensor, flow):
     """Returns what stands for a tensor from outside in a tf.cond or tf.while_loop (of control flow v1)."""
     return flow.AddValue(tensor)
@@ -124,27 +98,6 @@ def put_in_flow(op, flow):
     while flow is not None:
         flow._values.update(output.name for output in op.outputs)  # pylint: disable=protected-access
         flow = flow.outer_context
-
-
-def inline_functions(graph_def, fetches):
-    """Returns a GraphDef with the ops of functions in the place of their calls, and control flow 1 in that of control flow 2.
-
-    Ops that hand on the arguments and results of functions are called "Func/...".
-
-    Args:
-      graph_def: `tf.GraphDef`, of one device.
-      fetches: list of the names of ops.
-    """
-    for function in graph_def.library.function:
-        for attribute in ("api_implements", "_noinline"):  # as Keras' recurrent layers have
-            function.attr.pop(attribute, None)
-    meta_graph, options = tf.MetaGraphDef(graph_def=graph_def), tf.ConfigProto()
-    meta_graph.collection_def["train_op"].node_list.value.extend(fetches)
-    options.graph_options.rewrite_options.min_graph_nodes = -1  # also of few ops
-    options.graph_options.rewrite_options.optimizers.append("function")
-    device = device_properties_pb2.NamedDevice(name="/CPU:0", properties=device_properties_pb2.DeviceProperties(type="CPU"))
-    machine = cluster.Cluster(devices=[device])  # not this one, whose GPUs would be taken
-    return tf_optimizer.OptimizeGraph(options, meta_graph, verbose=False, cluster=machine)
 
 
 def rewire(op, index, tensor):
@@ -297,11 +250,6 @@ def forward_op_of(op):
 def gradient_of(op):
     """Returns the name of the gradient that was put on an op in the place of its type's, or None."""
     return op.node_def.attr["_gradient_op_type"].s.decode() if "_gradient_op_type" in op.node_def.attr else None
-
-
-def tell_forward_op(op, forward):
-    """Lets `forward_op_of` return `forward` of an op."""
-    op._original_op = forward  # pylint: disable=protected-access
 
 
 def differentiate_op(op, *d_outputs):

@@ -20,7 +20,7 @@ from towers.static_values import static_value
 
 __all__ = ["Guesses"]
 
-_OF_SHAPE = frozenset(["dims", "input_sizes", "limit", "multiples", "num_elements", "output_shape", "shape", "size"])
+_OF_SHAPE = frozenset(["dims", "input_sizes", "multiples", "num_elements", "output_shape", "shape", "size"])
 _MOST_AXES = 8
 
 
@@ -49,8 +49,9 @@ class Guesses(Facts):
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, ops=(), outer=None, is_whole=False):
         super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=ASKED_RULES)
-        self._turns, self._joins, self._varying, self._counts = ({}, {}, set(), {num_rows}) if outer is None else (
-            outer._turns, outer._joins, outer._varying, outer._counts)
+        self._turns, self._joins, self._varying, self._counts, self._of_variables = ({}, {}, set(), {num_rows}, {
+            tuple(variable.shape.as_list()) for variable in tf.global_variables() if variable.shape.rank}) if outer is None else (
+                outer._turns, outer._joins, outer._varying, outer._counts, outer._of_variables)
         for op in sorted((op for op in ops if op.type in JOINS), key=position_of, reverse=True):
             if op not in self._joins:
                 self._find_turns(op)
@@ -84,10 +85,15 @@ class Guesses(Facts):
         if tensor.shape.rank is None or self.num_rows is None:
             return None
         dims, placement = tensor.shape.as_list(), self.placements.get(end_of(tensor))
-        if placement is None:
-            return [None if size and self._is_multiple(size, tensor.op) else size for size in dims]
-        axis = getattr(placement, "axis", None)
+        axis = self._likely_axis(tensor.op, dims) if placement is None else getattr(placement, "axis", None)
         return [None if k == axis else size for k, size in enumerate(dims)]
+
+    def _likely_axis(self, op, dims):
+        """Returns where the examples may lie in what an op makes: where a shape says -1, or their number."""
+        target = tf.get_static_value(op.inputs[1]) if op.type == "Reshape" else None
+        if target is not None and -1 in target:
+            return target.tolist().index(-1)
+        return next((axis for axis, size in enumerate(dims) if size and self._is_multiple(size, op)), None)
 
     def _is_multiple(self, size, *ops):
         """Tells whether a size is the number of the tower's examples, times sizes that ops' first inputs have."""
@@ -123,8 +129,8 @@ class Guesses(Facts):
         placement = self.placements.get(end_of(tensor))
         if isinstance(placement, Size):
             return placement.shape == () and placement.elements[0] == Additive(1, BATCH)
-        value = tf.get_static_value(tensor)
-        return value is not None and value.shape == () and value.dtype.kind in "iu" and value == self.num_rows
+        value = static_value(tensor)
+        return value is not None and np.shape(value) == () and value.dtype.kind in "iu" and value == self.num_rows
 
     def of_constant(self, op, is_whole=False):
         """Returns the `Decision` for a constant that a shape is made of, or that `tf.shape` became; None for others."""
@@ -133,16 +139,18 @@ class Guesses(Facts):
             return None
         value = tf.get_static_value(output)
         users = [consumer for consumer in output.consumers() if _makes_shape(consumer, output)]
-        is_shape = op.name.rpartition("/")[2].startswith("Shape") and self.num_rows in np.ravel(value).tolist()
+        is_shape = op.name.rpartition("/")[2].startswith("Shape") and self.num_rows in np.ravel(value).tolist() and (
+            tuple(np.ravel(value)) not in self._of_variables)
         if not users and not is_shape:
             return None
         found = np.empty(value.shape, object)
         is_found = False
         for index in np.ndindex(value.shape):
             number = found[index] = value[index].item()
+            is_found = is_found or number == -1  # then the examples are what is left
             if not is_found and number and (number == self.num_rows or self._is_multiple(number, *users)):
                 found[index], is_found = Additive(number // self.num_rows, BATCH), True
-        return Decision([size_of(found)]) if is_found else None
+        return Decision([size_of(found)])
 
 
 def _products(op):

@@ -8,7 +8,8 @@ from towers.private import is_in_loop
 from towers.sharding.placements import Blocks, Placement, Replicate, Shard, elements_of
 from towers.static_values import static_value
 
-__all__ = ["AsPartial", "Decision", "Node", "Numbered", "OwnRows", "Refused", "Replicated", "ShapeOf", "Unfit", "Value"]
+__all__ = ["AsPartial", "Decision", "Node", "Numbered", "OwnRows", "Refused", "Replicated", "ShapeOf", "TakenByPlace", "Unfit",
+           "Value"]
 
 
 class Refused(ValueError):
@@ -16,6 +17,10 @@ class Refused(ValueError):
 
     def __init__(self, message):
         super().__init__("towers.whole_batch: " + message)
+
+
+class TakenByPlace(Refused):
+    """An op takes one of the tower's examples, or a part of them, by its place."""
 
 
 class Unfit(Exception):
@@ -142,6 +147,8 @@ class Node:
       inputs, outputs: lists of `Value`.
       context: `towers.sharding.propagation.Facts`, what is known of the tower.
     """
+
+    is_over_rows = False  # of a loop of control flow 2, see `towers.sharding.rules.turns`
 
     def __init__(self, op, placements, context):
         self.op, self.type, self.context = op, op.type, context

@@ -14,11 +14,11 @@ from towers.graph_walk import VARIABLES, descendants, end_of, writes_of
 from towers.private import forward_op_of
 from towers.sharding.given import Given
 from towers.sharding.guesses import Guesses
-from towers.sharding.nodes import Numbered, Refused, Replicated
+from towers.sharding.nodes import Numbered, Refused, Replicated, TakenByPlace
 from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
 from towers.sharding.propagation import propagate
 from towers.sharding.rules.normalization import is_batch_norm
-from towers.sharding.rules.powers import others_than_means, powers_of
+from towers.sharding.rules.powers import Powers, others_than_means
 from towers.sharding.rules.sizes import is_of_shapes
 from towers.sharding.rules.slices import takes_by_place
 from towers.sharding.twin import layers_of
@@ -82,7 +82,8 @@ class _Question:
         try:
             self._plan = propagate(needed, facts)
         except Refused as error:
-            return [] if self._is_divided else ["%s" % str(error).partition(": ")[2].partition(". ")[0]]
+            is_said = not (self._is_divided and isinstance(error, TakenByPlace))
+            return [str(error).partition(": ")[2].partition(". ")[0].replace(context.name_scope, "")] if is_said else []
         weight = self._tower.outputs.get("weight") if isinstance(self._tower.outputs, dict) else None
         self._of_weight = self._leaves_of(weight.op) if isinstance(weight, tf.Tensor) else None
         self._averaged = self._moving_averages()
@@ -270,12 +271,17 @@ class _Question:
     def _of_loss(self, num_rows):
         """Returns lines of a loss that is a sum, keeps a number, or is a mean over chosen examples; a list of one or none."""
         placement, name = self._plan.placements.get(end_of(self._loss)), self._named(self._loss)
-        num_towers = self._tower.context.num_towers
+        context, num_towers = self._tower.context, self._tower.context.num_towers
         if isinstance(placement, PartialMean) and placement.rows != BATCH and not (
                 self._of_weight and self._leaves_of(placement.count[0].op) >= self._of_weight):
             return ["the loss (%r) is a mean over as many examples as the tower's own data say (%r)" % (name, placement.rows.name)]
-        kinds = others_than_means(powers_of(self._plan, self._loss, self._counts, self._passes_powers(), num_rows),
-                                  num_rows, num_towers)
+        if self._of_weight and self._has_mean_over_batch():
+            return ["the loss (%r) has a mean over the tower's own examples in it, and its \"weight\" counts something else" % name]
+        num_rows = None if self._of_weight else num_rows
+        sizes = [context.sizes_of(leaf) for leaf in self._given.leaves]
+        is_even = bool(sizes) and all(each and len(set(each)) == 1 for each in sizes)
+        powers = Powers(self._counts, num_rows, not self._of_weight, _is_of_layer, is_even)
+        kinds = others_than_means(powers.of(self._plan, [self._loss])[0], num_rows, num_towers)
         if "sum" in kinds:
             return ["the loss (%r) is a sum over the tower's own examples, divided by nothing of the tower's: it comes to 1/%d. "
                     "Take tf.reduce_mean, or divide by tf.shape(x)[0]; a sum that is meant is multiplied by "
@@ -283,11 +289,22 @@ class _Question:
         return ["the loss (%r) keeps the number of the tower's own examples: what is no sum over them is divided by it, or a sum "
                 "more than once, or a mean" % name] if kinds else []
 
-    def _passes_powers(self):
-        """Returns a function of an op, whether it is none of a layer in which towers of other sizes meet."""
-        sizes = [self._tower.context.sizes_of(leaf) for leaf in self._given.leaves]
-        is_even = bool(sizes) and all(each and len(set(each)) == 1 for each in sizes)
-        return lambda op: is_even or forward_op_of(op) is None or getattr(detail_of(forward_op_of(op)), "place", None) is None
+    def _has_mean_over_batch(self):
+        """Tells whether a mean over all of the tower's examples is a term of the loss."""
+        found, seen, stack = False, set(), [self._loss]
+        while stack and not found:
+            tensor = stack.pop()
+            placement = self._plan.placements.get(end_of(tensor))
+            found = placement == PartialMean()
+            if end_of(tensor) not in seen and isinstance(placement, _SUMS):
+                stack.extend(tensor.op.inputs)
+            seen.add(end_of(tensor))
+        return found
+
+
+def _is_of_layer(op):
+    """Tells whether an op belongs to the gradient of a layer in which towers meet."""
+    return forward_op_of(op) is not None and getattr(detail_of(forward_op_of(op)), "place", None) is not None
 
 
 def _is_zero(tensor):

@@ -128,7 +128,7 @@ class Facts:
         shape = None if tensor.shape.rank is None else tensor.shape.as_list()
         known = tf.get_static_value(tensor) if isinstance(placement, Replicate) else None
         found = elements_of(placement, shape, known)
-        return None if found is None else list(found)
+        return None if found is None else list(found.ravel())
 
     def named(self, op, placement):
         """Returns an op's placement, with a name of its own for rows that the op made in a function."""

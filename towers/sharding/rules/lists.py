@@ -23,10 +23,13 @@ def joined(node, numbers):
     if all(placement == found[0] for placement in found):
         return {}, found[0]
     if all(isinstance(placement, Listed) for placement in found):
-        elements = [placement.element for placement in found if placement.element is not None]
-        if any(element != elements[0] for element in elements):
-            raise Refused("%r is a list whose elements are %s" % (node.op.name, " and ".join(map(str, elements))))
-        return {}, Listed(elements[0] if elements else None, next((each.by_row for each in found if each.by_row), None))
+        merged = found[0]
+        for placement in found[1:]:
+            merged = _merged(merged, placement)
+        if merged is None:
+            raise Refused("%r is a list whose elements are %s" % (node.op.name, " and ".join(
+                str(placement.element) for placement in found)))
+        return {}, merged
     if any(isinstance(placement, Listed) for placement in found):
         raise Unfit()
     if any(isinstance(placement, (InTurn, Running)) for placement in found):
@@ -47,6 +50,17 @@ def joined(node, numbers):
         return {}, size_of(out)
     wants, placement = jointly_linear(node, numbers)
     return {k: want for k, want in wants.items() if k in numbers}, placement
+
+
+def _merged(one, other):
+    """Returns the placement of what is one list or the other, some of whose elements are not known yet; None where there is none."""
+    if one == other or other is None:
+        return one
+    if not isinstance(one, Listed) or not isinstance(other, Listed):
+        return other if one is None else None
+    element = _merged(one.element, other.element)
+    is_none = element is None and (one.element, other.element) != (None, None)
+    return None if is_none else Listed(element, one.by_row or other.by_row)
 
 
 def _of_rows(node, numbers):
@@ -88,8 +102,9 @@ def element_written(node, flow, value, placement, wants):
     if isinstance(placement, InTurn) and is_turn(node.context, node.inputs[1].tensor):
         by_row = BATCH
     others = node.wanted(k for k in range(len(node.inputs)) if k not in (flow, value))
-    if before is None or before == placement:
-        return node.decide(Listed(placement, by_row), {**others, **wants})
+    merged = _merged(before, placement)
+    if merged is not None:
+        return node.decide(Listed(merged, by_row), {**others, **wants})
     if isinstance(before, Replicate):
         return node.decide(Listed(before), {**others, value: Replicated()})
     if isinstance(before, Shard) and isinstance(placement, Replicate):

@@ -120,7 +120,7 @@ def _times(placement, element, outer, after, behind, is_asked):
     times = getattr(placement, "times", None)
     if behind[1] or times is None:
         # Rows may be kept as they are, and no more.
-        if after == behind and (is_asked or not after[1]):
+        if is_asked or after == behind and not after[1]:
             return times
         raise Unfit()
     if not behind[0] or times * after[0] % behind[0]:

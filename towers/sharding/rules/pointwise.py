@@ -9,6 +9,7 @@ from towers.sharding.placements import (COMPUTED, Additive, Blocks, Listed, Part
                                         Size,
                                         moved, size_of)
 from towers.sharding.rules.table import ANY, SUMS, rule
+from towers.static_values import static_value
 
 __all__ = ["along_rows", "jointly_linear"]
 
@@ -241,6 +242,8 @@ def _length(value):
 
 @rule(CHOICES, (Shard, Blocks, RowNumbers, Size) + SUMS)
 def choice(node):
+    if _is_of_more_than_one(node):
+        return node.decide(node.inputs[1].placement)
     if node.of(Shard, Blocks, RowNumbers):
         rank, of_condition = node.outputs[0].rank, node.inputs[0].rank
         starts = [rank - value.rank for value in node.inputs]
@@ -263,6 +266,13 @@ def power(node):
     if exponent is None or np.any(exponent != 1):
         raise Unfit()
     return node.decide(node.inputs[0].placement)
+
+
+def _is_of_more_than_one(node):
+    """Tells whether numbers of rows are chosen where there are more than one, and 0 elsewhere, as tf.vectorized_map has it."""
+    greater, numbers, other = node.inputs[0].tensor.op, node.inputs[1].placement, node.inputs[2].const()
+    return (isinstance(numbers, RowNumbers) and greater.type == "Greater" and other is not None and not np.any(other)
+            and static_value(greater.inputs[1]) == 1 and node.context.elements(greater.inputs[0]) == [numbers.of])
 
 
 @rule(NEITHER, (Shard, Blocks, RowNumbers, Size))

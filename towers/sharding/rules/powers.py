@@ -9,6 +9,7 @@ from typing import NamedTuple, Optional, Tuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.exchanges import stands_at_exchange
 from towers.graph_walk import end_of
 from towers.private import forward_op_of
 from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum, Running,
@@ -17,7 +18,7 @@ from towers.sharding.rules import movement, pointwise
 from towers.sharding.rules.table import RULES
 from towers.static_values import static_value
 
-__all__ = ["COUNT", "Term", "others_than_means", "powers_of"]
+__all__ = ["Powers", "others_than_means"]
 
 _ROWS = (Shard, Blocks, RowNumbers)
 _OF_ROWS = (Shard, Blocks)
@@ -36,7 +37,8 @@ _KEEPS = {name for name, rule in RULES.items() if rule.function.__module__ == mo
 
 _MOST_TERMS, _MOST_DIMS, _MOST_FACTORS, _MOST_TURNS = 40, 8, 6, 6
 _SMALL = .01  # what is added to a number to keep it from 0
-_HALF, _WITHIN = "half of ", "within "  # a number of TensorFlow's own, and one that stands within a sum
+# A number of TensorFlow's own; one that stands within a sum; one that towers exchanged, which is theirs.
+_HALF, _WITHIN, _EXCHANGED = "half of ", "within ", "exchanged "
 
 
 class Term(NamedTuple):
@@ -73,42 +75,73 @@ class Term(NamedTuple):
         return self._replace(factors=self.factors + ((op.name, number),))
 
 
-_ONE, _NOTHING, _ELSE = frozenset([Term()]), frozenset(), frozenset([Term(None)])
-COUNT = frozenset([Term(1)])
+_ONE, _COUNT, _NOTHING, _ELSE = frozenset([Term()]), frozenset([Term(1)]), frozenset(), frozenset([Term(None)])
 
 
-def powers_of(plan, tensor, counts, may_reach, num_rows):
-    """Returns the terms that a tensor is a sum of, a set of `Term`.
+class Powers:
+    """Finds the terms that tensors of a plan are sums of.
 
     Args:
-      plan: `towers.sharding.propagation.Plan`.
-      tensor: a tensor of the plan.
-      counts: set of (op, number of its output), other tensors that are the number of the tower's examples, or stand for it.
-      may_reach: a function of an op, whether a power of that number may go into it and come out as it was.
+      counts: set of (op, number of its output), tensors besides sizes that are the number of the tower's examples, or stand for it.
       num_rows: int, the tower's examples, or None.
+      counts_examples: whether the number of the tower's examples itself counts.
+      of_layer: a function of an op, whether it belongs to the gradient of a layer in which towers meet.
+      is_even: whether all towers have as many examples, so that such a gradient is linear in what comes in.
     """
-    found, before = dict.fromkeys(counts, COUNT), None
-    has_loops = any(op.type in ("NextIteration", "RefNextIteration") for op in plan.order)
-    for _ in range(_MOST_TURNS if has_loops else 1):  # what loops hand back is known later
-        if found == before:
-            break
-        before = dict(found)
-        for op in plan.order:
-            default = _NOTHING if op.type in ("Merge", "RefMerge") else _ONE
-            step = _Step(op, [found.get(end_of(source), default) for source in op.inputs], plan, num_rows)
-            terms = step.terms() if may_reach(op) else _ELSE if any(term.power for each in step.of_inputs for term in each) else _ONE
-            for number in range(len(op.outputs)):
-                if (op, number) not in counts:
-                    each = terms[number] if isinstance(terms, list) else terms
-                    found[op, number] = each if len(each) <= _MOST_TERMS else _ELSE
-    return found.get(end_of(tensor), _ONE)
+
+    def __init__(self, counts, num_rows, counts_examples, of_layer, is_even):
+        self.counts, self.num_rows, self.counts_examples = counts, num_rows, counts_examples
+        self._of_layer, self._is_even = of_layer, is_even
+
+    def of(self, plan, tensors, given=()):
+        """Returns the terms of tensors, a list of sets of `Term`.
+
+        Args:
+          plan: `towers.sharding.propagation.Plan`.
+          tensors: list of tensors of the plan.
+          given: dict from (op, number of its output) to the terms of what a function takes.
+        """
+        found, before = dict(given), None
+        found.update(dict.fromkeys(self.counts, _COUNT))
+        has_loops = any(op.type in ("NextIteration", "RefNextIteration") for op in plan.order)
+        for _ in range(_MOST_TURNS if has_loops else 1):  # what loops hand back is known later
+            if found == before:
+                break
+            before = dict(found)
+            for op in plan.order:
+                default = _NOTHING if op.type in ("Merge", "RefMerge") else _ONE
+                terms = self._terms(op, [found.get(end_of(source), default) for source in op.inputs], plan)
+                for number in range(len(op.outputs)):
+                    if (op, number) not in self.counts and (op, number) not in given:
+                        each = terms[number] if isinstance(terms, list) else terms
+                        found[op, number] = each if len(each) <= _MOST_TERMS else _ONE
+        return [found.get(end_of(tensor), _ONE) for tensor in tensors]
+
+    def _terms(self, op, of_inputs, plan):
+        if self._of_layer(op):
+            reached = frozenset(term for terms in of_inputs for term in terms if term.power)
+            return _ONE if not reached else reached if self._is_even else _ELSE
+        decision = plan.decisions.get(op)
+        inners = getattr(decision.instead, "inners", ()) if decision is not None else ()
+        if not inners:
+            return _Step(op, of_inputs, plan, self).terms()
+        is_loop, taken = op.type in ("While", "StatelessWhile"), of_inputs[len(op.inputs) - len(inners[0].body.inputs):]
+        for _ in range(_MOST_TURNS if is_loop else 1):
+            of_bodies = [self.of(inner.plan, inner.body.outputs, dict(zip(map(end_of, inner.body.inputs), taken)))
+                         for inner in (inners[1:] if is_loop else inners)]
+            made = [_NOTHING.union(*each) for each in zip(*of_bodies)]
+            if not is_loop or made == taken:
+                break
+            taken = [one | other for one, other in zip(taken, made)]
+        return [frozenset(term.summed() for term in terms) if is_loop and isinstance(
+            inners[1].placement(inners[1].body.outputs[k]), Running) else terms for k, terms in enumerate(made)]
 
 
 class _Step:
     """An op, and the terms of what it takes."""
 
-    def __init__(self, op, of_inputs, plan, num_rows):
-        self.op, self.of_inputs, self.num_rows = op, of_inputs, num_rows
+    def __init__(self, op, of_inputs, plan, powers):
+        self.op, self.of_inputs, self.num_rows, self._counts_examples = op, of_inputs, powers.num_rows, powers.counts_examples
         self.placements = [plan.placements.get(end_of(source), Replicate()) for source in op.inputs]
         self.placement = plan.placements.get((op, 0), Replicate())
         self._plan = plan
@@ -122,7 +155,7 @@ class _Step:
                 tf.get_static_value(op.outputs[0])):
             return _NOTHING
         if self._is_number_of_rows():
-            return COUNT
+            return _COUNT if self._counts_examples else _ELSE
         if kind in _PRODUCTS and len(op.inputs) == 2:
             return self._of_product()
         if kind in _QUOTIENTS:
@@ -170,7 +203,10 @@ class _Step:
     def _of_product(self):
         terms = frozenset(one.times(other) for one in self.of_inputs[0] for other in self.of_inputs[1])
         for k in (0, 1) if self.op.type == "Mul" else ():
-            if self._number(k) is not None:
+            if stands_at_exchange(self.op.inputs[k].op) and not self.op.inputs[k].shape.rank:
+                terms = frozenset(term._replace(factors=term.factors + ((_EXCHANGED + self.op.name, 1.0),))
+                                  for term in self.of_inputs[1 - k])
+            elif self._number(k) is not None:
                 terms = frozenset(term.by(self.op, self._number(k)) for term in self.of_inputs[1 - k])
         rows = [k for k, placement in enumerate(self.placements) if isinstance(placement, _OF_ROWS)]
         is_contracted = isinstance(self.placement, Partial) and rows and not any(
@@ -270,7 +306,7 @@ def others_than_means(terms, num_rows, num_towers):
     number of towers is meant so.
 
     Args:
-      terms: from `powers_of`.
+      terms: from `Powers`.
       num_rows: int, the tower's examples, or None.
       num_towers: int.
     """
@@ -288,7 +324,7 @@ def others_than_means(terms, num_rows, num_towers):
         own = [(name, number) for name, number in term.factors if name not in counts and not name.startswith((_HALF, _WITHIN))]
         apart = [number for name, number in own if name not in of_means]
         is_counted = any(name in counts for name, _ in term.factors)
-        power = term.power - is_counted - any(_is(number, num_towers) for _, number in own)
+        power = term.power - is_counted - any(_is(number, num_towers) or name.startswith(_EXCHANGED) for name, number in own)
         if power < 0 and any(_is(number, 1 / num_towers) for number in apart):
             power += 1
         if power < 0 and is_counted and any(_is(number, num_rows) for number in apart):

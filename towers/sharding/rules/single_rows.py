@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 from towers.context import may_differ
 from towers.graph_walk import is_ref
 from towers.sharding.bodies import BODIES
-from towers.sharding.nodes import AsPartial, Decision, Refused, Unfit
+from towers.sharding.nodes import AsPartial, Decision, Refused, TakenByPlace, Unfit
 from towers.sharding.placements import BATCH, Blocks, OneRow, Partial, RowSum, Rows, Shard
 
 __all__ = ["constant_of_a_turn", "drawn_in_a_turn", "of_single_rows", "row_taken", "takes_row_of"]
@@ -84,7 +84,7 @@ def of_single_rows(node, rule):
     rows = {value.placement for value in node.inputs if isinstance(value.placement, (OneRow, RowSum))}
     row = rows.pop()
     if rows or isinstance(row, RowSum) or _has_effects(node.op) or node.context.row_of(node.op) != row:
-        raise Refused(
+        raise TakenByPlace(
             "%r, a %s, takes %s of the tower's by its place. A loop of Python's over the examples is exact where each turn "
             "computes of its own example, without effects, and tf.stack, tf.concat, tf.add_n or + puts all turns together. "
             "Otherwise hand the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])."

@@ -5,6 +5,7 @@ from towers.sharding.rules.movement import in_blocks, is_of_size, kept
 from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
 from towers.sharding.rules.turns import takes_its_row
+from towers.static_values import static_value
 
 __all__ = ["takes_by_place"]
 
@@ -42,8 +43,9 @@ def index_of(node):
 
 
 def takes_by_place(op):
-    """Tells whether an op takes parts of something by their place."""
-    return op.type in ("Slice", "Split", "SplitV", "StridedSlice", "Unpack")
+    """Tells whether an op takes parts of something by their place, which is known while the graph is built."""
+    return op.type in ("Split", "SplitV", "Unpack") or op.type in ("Slice", "StridedSlice") and all(
+        static_value(source) is not None for source in list(op.inputs)[1:3])
 
 
 @rule("StridedSlice", ROWS + (InTurn, OneRow, Size) + SUMS)

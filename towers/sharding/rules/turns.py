@@ -2,10 +2,9 @@
 import numpy as np
 
 from towers.graph_walk import end_of
-from towers.private import control_flow_of
 from towers.sharding.bodies import BODIES
 from towers.sharding.nodes import Refused, Unfit
-from towers.sharding.placements import BATCH, Additive, InTurn, Listed, Partial, Replicate, Running, Shard, size_of
+from towers.sharding.placements import BATCH, Additive, InTurn, Listed, Partial, Running, Shard, size_of
 from towers.static_values import static_value
 
 __all__ = ["counters_of_body", "is_list_of_rows", "is_turn", "joined_in_turn", "number_of_rows", "of_turns", "row_read",
@@ -46,20 +45,15 @@ def takes_its_row(node, begin, end=None):
     """
     if not is_list_of_rows(node.context, node.inputs[0].placement) or not is_turn(node.context, node.inputs[begin].tensor):
         return False
-    if end is None:
-        return True
-    if node.attr("shrink_axis_mask") & 1:
-        return True
-    stop = _source(node.inputs[end].tensor)
-    return stop.op.type in ("Add", "AddV2") and _is_next(stop.op, _source(node.inputs[begin].tensor))
+    return end is None or bool(node.attr("shrink_axis_mask") & 1) or _is_next(
+        _source(node.inputs[end].tensor).op, _source(node.inputs[begin].tensor))
 
 
 def is_turn(facts, tensor):
     """Tells whether a number, or the first one of an index, is that of the turn of a loop over the tower's examples."""
     source = _source(tensor)
-    if end_of(source) in facts.counters:
-        return True
-    return facts.follows_turns and source.op.type in _MERGES and _is_counter(source.op) and _is_over_rows(facts, source.op)
+    return end_of(source) in facts.counters or facts.follows_turns and source.op.type in _MERGES and _is_counter(
+        source.op) and _is_over_rows(facts, source.op)
 
 
 def counters_of_body(facts, node, test, turn):
@@ -71,14 +65,24 @@ def counters_of_body(facts, node, test, turn):
       test, turn: `towers.sharding.bodies.Body`, its condition and its body.
     """
     numbers = {end_of(tensor): k for k, tensor in enumerate(test.inputs)}
-    counters = [k for k, tensor in enumerate(turn.inputs) if static_value(node.inputs[k].tensor) is not None and (
-        static_value(node.inputs[k].tensor).shape == () and static_value(node.inputs[k].tensor) == 0) and (
-            _source(turn.outputs[k]).op.type in ("Add", "AddV2") and _is_next(_source(turn.outputs[k]).op, tensor))]
+    counters = [k for k, tensor in enumerate(turn.inputs) if _is_0(node.inputs[k].tensor) and _is_next(
+        _source(turn.outputs[k]).op, tensor)]
     for less in _comparisons(test.outputs[0]):
-        number, bound = [numbers.get(end_of(_source(tensor))) for tensor in less.inputs]
-        if number in counters and bound is not None and facts.counts_rows(node.inputs[bound].tensor):
+        number, bound = map(_source, less.inputs)
+        if numbers.get(end_of(number)) in counters and _bounds(facts, node, bound, numbers):
             return {end_of(turn.inputs[k]) for k in counters}
     return set()
+
+
+def _bounds(facts, node, bound, numbers):
+    """Tells whether a number that a loop's condition takes, or computes of a shape, is that of the tower's examples."""
+    if end_of(bound) in numbers:
+        return facts.counts_rows(node.inputs[numbers[end_of(bound)]].tensor)
+    shape = bound.op.inputs[0].op if bound.op.type == "StridedSlice" else None
+    of = numbers.get(end_of(_source(shape.inputs[0]))) if shape is not None and shape.type == "Shape" else None
+    if of is None:
+        return facts.counts_rows(bound)
+    return is_list_of_rows(facts, node.inputs[of].placement) and not np.any(static_value(bound.op.inputs[1]))
 
 
 def of_turns(node, rule):
@@ -100,7 +104,7 @@ def of_turns(node, rule):
         if node.type in _SUMS and len(running) == 1 and not (node.type == "Sub" and running == [1]):
             return node.decide(Running(), others)
         return node.decide(InTurn(), {**others, **node.wanted(running)})
-    if node.type in ("Exit", "RefExit") and _is_loop_over_rows(node.context, node.op):
+    if node.type in ("Exit", "RefExit") and _is_over_rows(node.context, node.op.inputs[0].op.inputs[0].op):
         raise Refused("%r is what a loop over the tower's examples made of the last of them." % node.op.name)
     return node.decide(InTurn(), others)
 
@@ -118,8 +122,7 @@ def joined_in_turn(node, numbers):
     others = node.wanted(k for k in numbers if not isinstance(node.inputs[k].placement, (InTurn, Running)))
     if all(isinstance(placement, Running) for placement in found):
         return others, Running()
-    is_over_rows = getattr(node, "is_over_rows", False) or node.type in _MERGES and _is_loop_over_rows(node.context, node.op)
-    if is_over_rows:
+    if node.is_over_rows or node.type in _MERGES and _is_over_rows(node.context, node.op):
         return others, Running()
     if any(isinstance(placement, Running) for placement in found):
         return {**others, **node.wanted(numbers)}, InTurn()
@@ -130,61 +133,39 @@ def _source(tensor):
     """Returns the number that a tensor hands on, or that stands first in it."""
     while True:
         op = tensor.op
-        if op.type == "Enter" and _is_constant(op) or op.type in ("Identity", "Switch", "Cast") or op.type in _IN_FRONT:
+        if op.type == "Enter" and op.get_attr("is_constant") or op.type in ("Identity", "Switch", "Cast") or op.type in _IN_FRONT:
             tensor = op.inputs[0]
         else:
             return tensor
 
 
-def _is_constant(enter):
-    return enter.get_attr("is_constant")
-
-
-def _is_next(addition, number):
+def _is_next(op, number):
     """Tells whether an op adds 1 to a number."""
-    return any(_source(one) is number and static_value(other) == 1 for one, other in (
-        tuple(addition.inputs), tuple(addition.inputs)[::-1]))
+    pairs = (tuple(op.inputs), tuple(op.inputs)[::-1]) if op.type in ("Add", "AddV2") else ()
+    return any(_source(one) is number and static_value(other) == 1 for one, other in pairs)
+
+
+def _is_0(tensor):
+    value = static_value(tensor) if tensor.dtype.is_integer else None
+    return value is not None and value.shape == () and value == 0
 
 
 def _is_counter(merge):
     """Tells whether a loop of control flow 1 counts its turns in a `Merge`, from 0 on."""
-    enters = [tensor.op for tensor in merge.inputs if tensor.op.type in ("Enter", "RefEnter")]
-    nexts = [tensor.op for tensor in merge.inputs if tensor.op.type in ("NextIteration", "RefNextIteration")]
-    if len(enters) != 1 or len(nexts) != 1 or merge.outputs[0].shape.rank != 0:
-        return False
-    added = nexts[0].inputs[0].op
-    return static_value(enters[0].inputs[0]) == 0 and added.type in ("Add", "AddV2") and _is_next(added, merge.outputs[0])
+    enters, nexts = ([tensor.op for tensor in merge.inputs if tensor.op.type.endswith(kind)] for kind in ("Enter", "NextIteration"))
+    return len(enters) == len(nexts) == 1 and merge.outputs[0].shape.rank == 0 and _is_0(enters[0].inputs[0]) and _is_next(
+        nexts[0].inputs[0].op, merge.outputs[0])
 
 
 def _is_over_rows(facts, merge):
-    """Tells whether the loop that a counter belongs to has as many turns as the tower has examples."""
-    switches = [consumer for consumer in merge.outputs[0].consumers() if consumer.type in ("Switch", "RefSwitch")]
-    for switch in switches:
-        condition = switch.inputs[1].op
-        if condition.type != "LoopCond":
-            continue
-        for less in _comparisons(condition.inputs[0]):
-            number, bound = less.inputs
-            if _source(number).op.type in _MERGES and _is_counter(_source(number).op) and facts.counts_rows(_source(bound)):
-                return True
+    """Tells whether what a loop of control flow 1 hands from turn to turn belongs to one of as many turns as there are examples."""
+    for switch in merge.outputs[0].consumers():
+        if switch.type in ("Switch", "RefSwitch") and switch.inputs[1].op.type == "LoopCond":
+            for less in _comparisons(switch.inputs[1].op.inputs[0]):
+                number, bound = map(_source, less.inputs)
+                if number.op.type in _MERGES and _is_counter(number.op) and facts.counts_rows(bound):
+                    return True
     return False
-
-
-def _is_loop_over_rows(facts, op):
-    """Tells whether an op of control flow 1 belongs to a loop over the tower's examples itself, and not to one within."""
-    flow = control_flow_of(op)
-    if op.type in ("Exit", "RefExit"):
-        merge = op.inputs[0].op.inputs[0].op
-    else:
-        merge = op
-    if merge.type not in _MERGES:
-        return False
-    switch = next((each for each in merge.outputs[0].consumers() if each.type in ("Switch", "RefSwitch") and
-                   each.inputs[1].op.type == "LoopCond"), None)
-    if switch is None:
-        return False
-    return any(_source(less.inputs[0]).op.type in _MERGES and _is_counter(_source(less.inputs[0]).op) and facts.counts_rows(
-        _source(less.inputs[1])) for less in _comparisons(switch.inputs[1].op.inputs[0]))
 
 
 def _comparisons(condition):
