@@ -11,7 +11,7 @@ from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
 from towers.private import (branches_of, called_graph, control_flow_now, control_flow_of, forward_op_of,
-                            is_deterministic, is_differentiable, is_in_loop, is_recorded, not_recorded,
+                            is_deterministic, is_differentiable, is_recorded, not_recorded,
                             outer_control_flow, rewire, run_after, runs_onednn, take_in, taken_from_outside,
                             wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
                             without_intermediates)

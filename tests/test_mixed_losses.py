@@ -17,8 +17,9 @@ X, MASK, CLASSES = RNG.randn(B, C), np.array([1., 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 
 BATCH = (X, MASK, CLASSES)
 
 # What comes to a mean over examples by the sum of all its terms alone, or since what it takes together is not used.
-SAID_FALSELY = {"a mean whose mean is subtracted", "a sum of each class there is", "an index of its own", "as wide as the largest",
-                "rows by a product with one-hot rows", "values less rewards without an axis, not squared"}
+SAID_FALSELY = {"a mean whose mean is subtracted", "a sum of each class there is", "an index of its own",
+                "as wide as the largest", "rows by a product with one-hot rows",
+                "values less rewards without an axis, not squared"}
 
 
 def weights(dtype=tf.float64):
@@ -839,7 +840,8 @@ def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):
 
 
 def test_the_warning_names_what_mixes():
-    with pytest.warns(UserWarning, match=r"(?s)2 " + SAID + r".*\n  - 'Sqrt' \(Sqrt\) computes of a mean over the tower's own examples") as caught:
+    line = r".*\n  - 'Sqrt' \(Sqrt\) computes of a mean over the tower's own examples"
+    with pytest.warns(UserWarning, match="(?s)2 " + SAID + line) as caught:
         towers.TowerBuilder(cpus(2)).build(MIXED["a root"], BATCH)
     assert [w.filename for w in caught if SAID in str(w.message)] == [__file__]
     with pytest.warns(UserWarning, match=r"'truediv' \(RealDiv\) computes of a sum over the tower's own examples \('add_1'\)"):

@@ -11,7 +11,6 @@ from tests.test_summed_losses import C, X, curves, decay, number, of_unknown_siz
 from towers.testing import assert_equals_one_batch
 
 
-
 def mask(x):
     return tf.cast(x[:, 1:2] > -0.5, x.dtype)
 

@@ -178,7 +178,8 @@ def test_parts_of_a_batch_of_an_unknown_size_that_are_held_against_each_other_ar
         build(unsized(TAKING[name]), (X, Y, LABELS), 3)
 
 
-@pytest.mark.parametrize("model_fn", covering([model for model in ALIKE if model is not neighbours], one_in=4), ids=lambda model_fn: model_fn.__name__)
+@pytest.mark.parametrize("model_fn", covering(
+    [model for model in ALIKE if model is not neighbours], one_in=4), ids=lambda model_fn: model_fn.__name__)
 def test_what_treats_all_examples_alike_is_that_of_the_whole_batch_and_passes_in_silence(model_fn, silent):
     assert_equals_one_batch(model_fn, (X, Y, LABELS), 3, steps=2)
 

@@ -57,7 +57,6 @@ def of_unknown_size(model):
 def test_rows_of_parts_of_examples_make_another_network_and_are_said(name):
     build(REGROUPED[name], (X,), 1)
     kernel, = tf.trainable_variables()
-    rows = 2 * B if "parts" in name else B
     with tf.Graph().as_default(), pytest.warns(UserWarning, match=SAID):
         build(REGROUPED[name], (X,), 2)
         of_towers, = tf.trainable_variables()

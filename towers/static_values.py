@@ -4,10 +4,11 @@ import tensorflow.compat.v1 as tf
 
 __all__ = ["static_value"]
 
-_COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray, "ConcatV2": lambda *values: np.concatenate(values[:-1], values[-1]),
-             "FloorDiv": np.floor_divide, "FloorMod": np.mod, "GreaterEqual": np.greater_equal, "Less": np.less,
-             "Maximum": np.maximum, "Minimum": np.minimum, "Mul": np.multiply, "Neg": np.negative,
-             "Prod": lambda x, axes: np.prod(x, tuple(np.ravel(axes)), x.dtype), "Range": np.arange, "Sub": np.subtract}
+_COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray,
+             "ConcatV2": lambda *values: np.concatenate(values[:-1], values[-1]), "FloorDiv": np.floor_divide, "FloorMod": np.mod,
+             "GreaterEqual": np.greater_equal, "Less": np.less, "Maximum": np.maximum, "Minimum": np.minimum, "Mul": np.multiply,
+             "Neg": np.negative, "Prod": lambda x, axes: np.prod(x, tuple(np.ravel(axes)), x.dtype), "Range": np.arange,
+             "Sub": np.subtract}
 _TAKES = ("Gather", "GatherV2", "StridedSlice")
 _MOST_STEPS = 9
 
@@ -20,7 +21,8 @@ def static_value(tensor, steps=_MOST_STEPS):
     value, op = tf.get_static_value(tensor), tensor.op
     if value is None and op.type in _TAKES:
         return _taken(op, steps - 1) if steps else None
-    if value is not None or not steps or op.type not in _COMPUTES and op.type != "Pack" or not (tensor.dtype.is_integer or tensor.dtype.is_bool):
+    is_computed = op.type in _COMPUTES or op.type == "Pack"
+    if value is not None or not steps or not is_computed or not (tensor.dtype.is_integer or tensor.dtype.is_bool):
         return value
     values = [static_value(source, steps - 1) for source in op.inputs]
     if op.type == "Pack" and not any(value is None for value in values):

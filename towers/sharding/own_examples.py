@@ -145,7 +145,7 @@ class _Question:
         if not isinstance(placement, _ROWS) or self._is_length(op, k):
             return None
         if takes_by_place(op):
-            return None if self._is_divided else "takes some of the tower's own examples by their place (%r)" % self._named(source)
+            return None if self._is_divided else "takes some of the tower's own examples by place (%r)" % self._named(source)
         return "takes the tower's own examples together (%r)" % self._named(source)
 
     def _add(self, op, scope, how):
@@ -253,9 +253,10 @@ class _Question:
                     continue
                 if consumer.type == "OneHot" and tensor is consumer.inputs[1]:
                     continue
-                if not consumer.outputs or not consumer.outputs[0].dtype.is_integer or consumer.outputs[0].shape.rank or is_length:
+                made = consumer.outputs[0] if consumer.outputs and not is_length else None
+                if made is None or not made.dtype.is_integer or made.shape.rank:
                     return False
-                stack.append(consumer.outputs[0])
+                stack.append(made)
         return True
 
     def _is_mean_along_last(self, op):
@@ -274,9 +275,10 @@ class _Question:
         context, num_towers = self._tower.context, self._tower.context.num_towers
         if isinstance(placement, PartialMean) and placement.rows != BATCH and not (
                 self._of_weight and self._leaves_of(placement.count[0].op) >= self._of_weight):
-            return ["the loss (%r) is a mean over as many examples as the tower's own data say (%r)" % (name, placement.rows.name)]
+            return ["the loss (%r) is a mean over as many examples as the tower's own data say (%r)" % (
+                name, context.relative(placement.rows.name))]
         if self._of_weight and self._has_mean_over_batch():
-            return ["the loss (%r) has a mean over the tower's own examples in it, and its \"weight\" counts something else" % name]
+            return ["the loss (%r) has a mean over the tower's own examples in it, and its \"weight\" counts others" % name]
         num_rows = None if self._of_weight else num_rows
         sizes = [context.sizes_of(leaf) for leaf in self._given.leaves]
         is_even = bool(sizes) and all(each and len(set(each)) == 1 for each in sizes)

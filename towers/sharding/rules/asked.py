@@ -27,8 +27,8 @@ def _unique(node):
     rows = Rows("what is unique in " + value.tensor.name)
     if value.placement.axis or value.rank != 1:
         return node.replicated()
-    of = Additive(1, rows)
-    return node.decide([Shard(0, rows, 1), RowNumbers(0, value.placement.rows, value.placement.times, of, (node.op.outputs[0], 0))])
+    numbers = RowNumbers(0, value.placement.rows, value.placement.times, Additive(1, rows), (node.op.outputs[0], 0))
+    return node.decide([Shard(0, rows, 1), numbers])
 
 
 def _one_of_each(node):

@@ -6,8 +6,8 @@ from is whole.
 import numpy as np
 
 from towers.sharding.nodes import Numbered, OwnRows, Unfit
-from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Partial, Replicate, RowNumbers, Rows, Shard, Size, moved,
-                                        size_of)
+from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Partial, Replicate, RowNumbers, Rows, Shard, Size,
+                                        moved, size_of)
 from towers.sharding.rules.movement import is_of_size
 from towers.sharding.rules.reductions import own_rows_of
 from towers.sharding.rules.single_rows import row_taken

@@ -53,7 +53,7 @@ def joined(node, numbers):
 
 
 def _merged(one, other):
-    """Returns the placement of what is one list or the other, some of whose elements are not known yet; None where there is none."""
+    """Returns the placement of one list or the other, some of whose elements are not known yet; None where there is none."""
     if one == other or other is None:
         return one
     if not isinstance(one, Listed) or not isinstance(other, Listed):

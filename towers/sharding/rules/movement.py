@@ -64,8 +64,8 @@ def reshape(node):
     if is_unknown:
         raise Unfit()
     before *= getattr(placement, "outer", 1)
-    whole = out.whole if elements is None else [
-        element if size is None and isinstance(element, int) and element >= 0 else size for size, element in zip(out.whole, elements)]
+    whole = [element if size is None and isinstance(element, int) and element >= 0 else size
+             for size, element in zip(out.whole, elements if elements is not None else out.whole)]
     after, some_after = known_product(value.whole[placement.axis + 1:])
     for axis in range(out.rank):
         first, is_unknown = known_product(whole[:axis])
@@ -76,7 +76,8 @@ def reshape(node):
         if before % first or is_kept or not (isinstance(element, Additive) or out.varies(axis)):
             continue
         outer = before // first
-        times = _times(placement, element, outer, (after, some_after), known_product(whole[axis + 1:]), node.context.follows_turns)
+        times = _times(placement, element, outer, (after, some_after), known_product(whole[axis + 1:]),
+                       node.context.follows_turns)
         if isinstance(placement, RowNumbers):
             if outer != 1:
                 raise Unfit()
@@ -222,8 +223,8 @@ def _columns(node, axis, columns):
     """
     found = [node.inputs[k].placement for k in columns]
     numbers = [k for k, placement in enumerate(found) if isinstance(placement, RowNumbers)]
-    if len(numbers) != 1 or axis != node.outputs[0].rank - 1 or not all(
-            isinstance(placement, (Shard, RowNumbers)) for placement in found) or len({placement.axis for placement in found}) != 1:
+    are_rows = all(isinstance(placement, (Shard, RowNumbers)) for placement in found)
+    if len(numbers) != 1 or axis != node.outputs[0].rank - 1 or not are_rows or len({each.axis for each in found}) != 1:
         return None
     placement = found[numbers[0]]
     return None if placement.column is not None else RowNumbers(

@@ -32,8 +32,10 @@ _QUOTIENTS = frozenset("Div DivNoNan FloorDiv RealDiv".split())
 _POWERS = {"Inv": -1, "L2Loss": 2, "Reciprocal": -1, "Rsqrt": -.5, "Sqrt": .5, "Square": 2}
 _LINEAR_IN = {**dict.fromkeys(set(pointwise.QUOTIENTS.split()) - _QUOTIENTS, 0), **dict.fromkeys(pointwise.SLOPES.split(), 1)}
 _KEEPS = {name for name, rule in RULES.items() if rule.function.__module__ == movement.__name__}.union((
-    "Abs Cast CheckNumerics Diag DiagPart Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN MatrixDiagPart Max Mean Min "
-    "NextIteration PlaceholderWithDefault Print Relu Sum Switch " + pointwise.HANDED_ON + " " + pointwise.LINEAR).split())
+    "Abs Cast CheckNumerics Diag DiagPart Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN MatrixDiagPart Max Mean "
+    "Min NextIteration PlaceholderWithDefault Print Relu Sum Switch " + pointwise.HANDED_ON + " " + pointwise.LINEAR).split())
+
+_OF_SIZES = {RULES[name].function.__module__ for name in ("Shape", "Prod")}
 
 _MOST_TERMS, _MOST_DIMS, _MOST_FACTORS, _MOST_TURNS = 40, 8, 6, 6
 _SMALL = .01  # what is added to a number to keep it from 0
@@ -55,8 +57,8 @@ class Term(NamedTuple):
 
     def summed(self, dims=()):
         """Returns the sum over the examples, and over other axes."""
-        return Term(None if self.power is None else self.power + 1, tuple((_WITHIN + name, number) for name, number in self.factors),
-                    _sorted(self.dims + dims))
+        factors = tuple((_WITHIN + name, number) for name, number in self.factors)
+        return Term(None if self.power is None else self.power + 1, factors, _sorted(self.dims + dims))
 
     def to(self, power):
         """Returns a power of the term."""
@@ -82,7 +84,7 @@ class Powers:
     """Finds the terms that tensors of a plan are sums of.
 
     Args:
-      counts: set of (op, number of its output), tensors besides sizes that are the number of the tower's examples, or stand for it.
+      counts: set of (op, number of its output), what besides sizes is the number of the tower's examples, or stands for it.
       num_rows: int, the tower's examples, or None.
       counts_examples: whether the number of the tower's examples itself counts.
       of_layer: a function of an op, whether it belongs to the gradient of a layer in which towers meet.
@@ -180,8 +182,9 @@ class _Step:
 
     def _is_number_of_rows(self):
         elements = self.placement.elements if isinstance(self.placement, Size) else ()
-        return len(elements) == 1 and isinstance(elements[0], Additive) and (
-            self.op.type in _KEEPS or not self.op.inputs or RULES[self.op.type].function.__module__.endswith((".sizes", ".reductions")))
+        if len(elements) != 1 or not isinstance(elements[0], Additive):
+            return False
+        return self.op.type in _KEEPS or not self.op.inputs or RULES[self.op.type].function.__module__ in _OF_SIZES
 
     def _number(self, k):
         """Returns the number that an input is, a float; None where it is none that is known, or 0."""
@@ -251,7 +254,7 @@ class _Step:
 
     def _of_sum(self):
         """Returns the terms of a sum or mean over the examples, or over other axes of one; None where it is none."""
-        op, kind, of = self.op, self.op.type, self.placements[0] if self.placements else None
+        kind, of = self.op.type, self.placements[0] if self.placements else None
         if kind in ("Sum", "Mean") and isinstance(of, _OF_ROWS):
             return self.of_inputs[0] if kind == "Mean" else frozenset(term.summed(self._dims(0)) for term in self.of_inputs[0])
         if kind == "Sum" and isinstance(of, Partial):
@@ -288,7 +291,8 @@ class _Step:
         of_rows = _known([placement.times, getattr(placement, "outer", 1)])
         if self.op.type == "Sum":
             return self._reduced(placement.axis) + of_rows
-        return (() if shape.rank is None else _known(shape.as_list()[:placement.axis] + shape.as_list()[placement.axis + 1:])) + of_rows
+        dims = [] if shape.rank is None else shape.as_list()
+        return _known(dims[:placement.axis] + dims[placement.axis + 1:]) + of_rows
 
 
 def _known(sizes):

@@ -7,8 +7,8 @@ gets all inputs whole. What an op computes of whole inputs is whole, so that muc
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
 from towers.sharding.nodes import Refused, Replicated, Unfit
-from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum, Running, Shard,
-                                        Size)
+from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum,
+                                        Running, Shard, Size)
 from towers.sharding.rules.single_rows import drawn_in_a_turn, of_single_rows
 from towers.sharding.rules.turns import of_turns
 

@@ -152,13 +152,14 @@ def _is_0(tensor):
 
 def _is_counter(merge):
     """Tells whether a loop of control flow 1 counts its turns in a `Merge`, from 0 on."""
-    enters, nexts = ([tensor.op for tensor in merge.inputs if tensor.op.type.endswith(kind)] for kind in ("Enter", "NextIteration"))
+    enters, nexts = ([tensor.op for tensor in merge.inputs if tensor.op.type.endswith(kind)]
+                     for kind in ("Enter", "NextIteration"))
     return len(enters) == len(nexts) == 1 and merge.outputs[0].shape.rank == 0 and _is_0(enters[0].inputs[0]) and _is_next(
         nexts[0].inputs[0].op, merge.outputs[0])
 
 
 def _is_over_rows(facts, merge):
-    """Tells whether what a loop of control flow 1 hands from turn to turn belongs to one of as many turns as there are examples."""
+    """Tells whether what is handed from turn to turn belongs to a loop of control flow 1 with as many turns as examples."""
     for switch in merge.outputs[0].consumers():
         if switch.type in ("Switch", "RefSwitch") and switch.inputs[1].op.type == "LoopCond":
             for less in _comparisons(switch.inputs[1].op.inputs[0]):
