@@ -121,9 +121,8 @@ class TowerBuilder:
           TowerMismatchError: (a ValueError) where towers differ in exchanges, variables or outputs, or in what they compute.
 
         Warns:
-          TowersWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; where
-            its loss is a sum over the tower's examples, or no mean over them; where it reshapes them by a batch size of its own,
-            or takes them by their place in the batch.
+          TowersWarning: where the model function puts ops on another tower's device, or writes state by a tower's own data; and
+            once, of what its loss takes of a tower's own examples where one tower would take the whole batch.
 
         Example:
 

@@ -96,8 +96,17 @@ class Guesses(Facts):
         return next((axis for axis, size in enumerate(dims) if size and self._is_multiple(size, op)), None)
 
     def _is_multiple(self, size, *ops):
-        """Tells whether a size is the number of the tower's examples, times sizes that ops' first inputs have."""
-        return size % self.num_rows == 0 and any(size // self.num_rows in _products(op) for op in ops)
+        """Tells whether a size is a number of rows for each of the tower's examples, as ops may make of their first inputs."""
+        return size % self.num_rows == 0 and any(size // self.num_rows in self._products(op) for op in ops)
+
+    def _products(self, op):
+        """Returns how many rows for each example may be made of an op's first input, products of some of its sizes; a set."""
+        found, dims = {1}, op.inputs[0].shape.as_list() if op.inputs and op.inputs[0].shape.rank else []
+        axis = getattr(self.placements.get(end_of(op.inputs[0])), "axis", None) if dims else None
+        for k, size in enumerate(dims[:_MOST_AXES]):
+            size = size // self.num_rows if size and k == axis else size
+            found |= {size * each for each in found if size and size > 1}
+        return found
 
     @property
     def first(self):
@@ -151,14 +160,6 @@ class Guesses(Facts):
             if not is_found and number and (number == self.num_rows or self._is_multiple(number, *users)):
                 found[index], is_found = Additive(number // self.num_rows, BATCH), True
         return Decision([size_of(found)])
-
-
-def _products(op):
-    """Returns the products of some of the sizes of an op's first input, a set."""
-    found = {1}
-    for size in op.inputs[0].shape.as_list()[:_MOST_AXES] if op.inputs and op.inputs[0].shape.rank else ():
-        found |= {size * each for each in found if size and size > 1}
-    return found
 
 
 def _makes_shape(consumer, tensor):

@@ -128,7 +128,9 @@ class Value:
         """Returns the value where it is known while the graph is built and alike in all towers, an array, else None."""
         if self._is_made_whole or not isinstance(self.placement, Replicate):
             return None
-        return static_value(self.tensor) if self._known is None else self._known
+        if self._known is not None:
+            return self._known
+        return static_value(self.tensor) if self.placement.value is None else self.placement.value
 
     def elements(self):
         """Returns the elements as `Size` has them, an array of objects; None where there are too many or unknown ones."""

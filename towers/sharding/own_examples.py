@@ -64,7 +64,7 @@ class _Question:
         self._tower, self._is_divided, self._made = tower, is_divided, set(tower.ops)
         while loss.op not in self._made and loss.op.inputs:  # a check of its weight
             loss = loss.op.inputs[0]
-        self._loss, self._counts, self._lines, self._leaves = loss, set(), {}, {}
+        self._loss, self._counts, self._lines, self._outside = loss, set(), {}, {}
 
     def answer(self):
         """Returns a list of lines, one for each scope, the loss's first."""
@@ -84,6 +84,7 @@ class _Question:
         except Refused as error:
             is_said = not (self._is_divided and isinstance(error, TakenByPlace))
             return [str(error).partition(": ")[2].partition(". ")[0].replace(context.name_scope, "")] if is_said else []
+        self._placements = dict(self._plan.placements)
         weight = self._tower.outputs.get("weight") if isinstance(self._tower.outputs, dict) else None
         self._of_weight = self._leaves_of(weight.op) if isinstance(weight, tf.Tensor) else None
         self._averaged = self._moving_averages()
@@ -111,6 +112,7 @@ class _Question:
 
     def _look_at(self, plan, scope):
         """Adds lines for all that towers would meet about, in the functions that ops call too."""
+        self._placements.update(plan.placements)
         for op in plan.order:
             decision = plan.decisions.get(op)
             for k, want in sorted(decision.wants.items()) if decision is not None else ():
@@ -119,7 +121,9 @@ class _Question:
                 if how is not None:
                     self._add(op, scope, how)
             for inner in getattr(decision.instead, "inners", ()) if decision is not None else ():
-                self._look_at(inner.plan, scope + op.name + "/")
+                given = list(op.inputs)[len(op.inputs) - len(inner.body.inputs):]
+                self._outside.update(zip(map(end_of, inner.body.inputs), given))
+                self._look_at(inner.plan, scope + self._named(op.outputs[0]) + "/")
             if decision is not None and decision.instead is not None and decision.meets == "sum" and op not in self._averaged:
                 self._add(op, scope, "normalizes by the tower's own moments" if is_batch_norm(op) else
                           "computes of the tower's own examples together")
@@ -140,8 +144,9 @@ class _Question:
         if isinstance(placement, _SUMS):
             if _is_compared_with_0(op, k) or self._is_moved(source) or isinstance(placement, Partial) and self._is_count(source):
                 return None
-            return "computes of a %s over the tower's own examples (%r)" % (
-                "sum" if isinstance(placement, Partial) else "mean", self._named(source))
+            how = "computes of a sum over the tower's own examples (%r)" if isinstance(placement, Partial) else (
+                "computes of a mean over the tower's own examples (%r)")
+            return how % self._named(source)
         if not isinstance(placement, _ROWS) or self._is_length(op, k):
             return None
         if takes_by_place(op):
@@ -162,7 +167,7 @@ class _Question:
         seen, stack = set(), [tensor for op in writes_of(self._tower.ops) for tensor in op.inputs]
         while stack:
             tensor = stack.pop()
-            is_of_each = not tensor.value_index and isinstance(self._plan.placements.get(end_of(tensor)), _ROWS)
+            is_of_each = not tensor.value_index and isinstance(self._placements.get(end_of(tensor)), _ROWS)
             if tensor.op in self._made and tensor.op not in seen and not is_of_each:
                 seen.add(tensor.op)
                 stack.extend(() if is_batch_norm(tensor.op) else tensor.op.inputs)
@@ -176,7 +181,7 @@ class _Question:
             if op in seen or op in self._averaged:
                 continue
             seen.add(op)
-            sums = [source.op for source in op.inputs if isinstance(self._plan.placements.get(end_of(source)), _SUMS)]
+            sums = [source.op for source in op.inputs if isinstance(self._placements.get(end_of(source)), _SUMS)]
             if not sums:
                 return False
             stack.extend(sums)
@@ -206,17 +211,28 @@ class _Question:
             if each in seen or is_of_shapes(each):
                 continue
             seen.add(each)
-            found.update(end_of(source) for source in each.inputs if end_of(source) in self._given.placements)
-            found.update(None for source in each.inputs if source.op.type in VARIABLES)
-            stack.extend(source.op for source in each.inputs if source.op in self._made and end_of(source) not in found)
+            for source in map(self._from_outside, each.inputs):
+                is_inner = source.op.graph is not self._loss.graph
+                if end_of(source) in self._given.placements or is_inner and source.op.type == "Placeholder":
+                    found.add(end_of(source))
+                elif source.op.type in VARIABLES:
+                    found.add(None)
+                elif is_inner or source.op in self._made:
+                    stack.append(source.op)
         return found
+
+    def _from_outside(self, tensor):
+        """Returns what a function was given for a tensor that it takes; others as they are."""
+        while end_of(tensor) in self._outside:
+            tensor = self._outside[end_of(tensor)]
+        return tensor
 
     def _is_over_batch(self, tensor):
         """Tells whether a sum's parts are summed over the batch's own rows."""
         seen, stack = set(), [tensor]
         while stack:
             each = stack.pop()
-            placement = self._plan.placements.get(end_of(each))
+            placement = self._placements.get(end_of(each))
             if isinstance(placement, (Shard, Blocks)) and placement.rows != BATCH:
                 return False
             if end_of(each) not in seen and isinstance(placement, _SUMS):
@@ -229,7 +245,7 @@ class _Question:
         seen, stack = set(), [tensor]
         while stack:
             each = stack.pop()
-            placement = self._plan.placements.get(end_of(each))
+            placement = self._placements.get(end_of(each))
             if end_of(each) in seen or not isinstance(placement, Size):
                 continue
             if any(isinstance(element, Additive) and element.rows != BATCH for element in placement.elements):
@@ -264,14 +280,14 @@ class _Question:
         if op.type != "Mean" or op.inputs[0].shape.rank is None:
             return False
         axes, last = static_value(op.inputs[1]), op.inputs[0].shape.rank - 1
-        along = getattr(self._plan.placements.get(end_of(op.inputs[0])), "axis", None)
+        along = getattr(self._placements.get(end_of(op.inputs[0])), "axis", None)
         return last != along and (axes is None or any(int(axis) % (last + 1) == last for axis in np.ravel(axes)))
 
     # The loss.
 
     def _of_loss(self, num_rows):
         """Returns lines of a loss that is a sum, keeps a number, or is a mean over chosen examples; a list of one or none."""
-        placement, name = self._plan.placements.get(end_of(self._loss)), self._named(self._loss)
+        placement, name = self._placements.get(end_of(self._loss)), self._named(self._loss)
         context, num_towers = self._tower.context, self._tower.context.num_towers
         if isinstance(placement, PartialMean) and placement.rows != BATCH and not (
                 self._of_weight and self._leaves_of(placement.count[0].op) >= self._of_weight):
@@ -296,7 +312,7 @@ class _Question:
         found, seen, stack = False, set(), [self._loss]
         while stack and not found:
             tensor = stack.pop()
-            placement = self._plan.placements.get(end_of(tensor))
+            placement = self._placements.get(end_of(tensor))
             found = placement == PartialMean()
             if end_of(tensor) not in seen and isinstance(placement, _SUMS):
                 stack.extend(tensor.op.inputs)

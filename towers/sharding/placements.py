@@ -27,7 +27,12 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Replicate(Placement):
-    """W(t) = t_i: the same in every tower, and what one tower would have."""
+    """W(t) = t_i: the same in every tower, and what one tower would have.
+
+    Attributes:
+      value: array, that it is known to be while the graph is built, by what is known of sizes; None where nothing says.
+    """
+    value: Any = dataclasses.field(default=None, compare=False)
 
     def __str__(self):
         return "replicated"
@@ -232,7 +237,7 @@ def size_of(array):
     array = np.asarray(array, object) if not isinstance(array, np.ndarray) else array
     flat = [array[index] for index in np.ndindex(array.shape)]
     if not any(isinstance(element, Additive) or element is COMPUTED for element in flat):
-        return Replicate()
+        return Replicate(None if None in flat or not flat else np.array(flat).reshape(array.shape))
     return Size(tuple(flat), array.shape)
 
 

@@ -6,7 +6,7 @@ is made whole before it.
 """
 import dataclasses
 import heapq
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -19,7 +19,7 @@ from towers.sharding.own_gradients import OwnGradients
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, OneRow, Own, Partial, PartialMean,
                                         Replicate, RowNumbers, Rows, RowSum, Shard, Size, elements_of, size_of)
 from towers.sharding.rules.single_rows import constant_of_a_turn
-from towers.sharding.rules.table import RULES, decide
+from towers.sharding.rules.table import RULES, Rule, decide
 
 __all__ = ["Facts", "Plan", "loop_of", "meets_for", "propagate"]
 
@@ -50,7 +50,8 @@ class Facts:
       scope: str, which tells the names of ops of one function from those of another.
     """
 
-    follows_turns, of_unknown = False, None  # see `towers.sharding.guesses`
+    follows_turns = False  # see `towers.sharding.guesses`
+    of_unknown: Optional[Rule] = None
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, outer=None, is_whole=False, of_each=(),
                  is_chosen=None, rules=RULES):
@@ -321,9 +322,8 @@ class _Pass:
                 placement = Partial()
             if (op, number) in self._at_source and isinstance(placement, (Partial, PartialMean)):
                 self._parts[op, number], placement = placement, Replicate()
-            if self._placements.get((op, number)) != placement:
-                self._placements[op, number] = placement
-                changed = True
+            changed = changed or self._placements.get((op, number)) != placement
+            self._placements[op, number] = placement
         return changed
 
     def _of(self, tensor):

@@ -8,6 +8,7 @@ from towers.sharding.rules.table import ANY, RULES, Rule
 
 __all__ = ["ASKED_RULES", "UNKNOWN_RULE"]
 
+_OF_CONDITIONS = frozenset(["Identity", "LogicalAnd", "LogicalNot", "LogicalOr", "LoopCond"])
 _BESIDE_ONE_HOT = frozenset(["Cast", "Identity", "Reshape"])
 
 
@@ -39,6 +40,19 @@ def _one_of_each(node):
     if source.op.type == "OneHot":
         decision.outputs = [dataclasses.replace(decision.outputs[0], rows=BATCH)]
     return decision
+
+
+def _until_the_last(node):
+    """A loop that goes on until the last example is done does nothing to those that are."""
+    stack = list(node.op.outputs)
+    while stack:
+        tensor = stack.pop()
+        consumers = tensor.consumers()
+        is_condition = not consumers and hasattr(node.op.graph, "captures")
+        if not (is_condition or consumers) or any(each.type not in _OF_CONDITIONS for each in consumers):
+            return RULES[node.type].function(node)
+        stack.extend(output for each in consumers if each.type != "LoopCond" for output in each.outputs)
+    return node.decide(Replicate())
 
 
 class _Beside(NamedTuple):
@@ -76,5 +90,6 @@ def _hits(node):
 
 ASKED_RULES = dict(RULES, Unique=Rule(_unique, frozenset([Shard])), UniqueV2=Rule(_unique, frozenset([Shard])),
                    ConcatV2=Rule(_put_beside, RULES["ConcatV2"].knows), Slice=Rule(_taken_from_beside, RULES["Slice"].knows),
+                   All=Rule(_until_the_last, RULES["All"].knows), Any=Rule(_until_the_last, RULES["Any"].knows),
                    ComputeAccidentalHits=Rule(_hits, frozenset([Shard])),
                    Where=Rule(_one_of_each, RULES["Where"].knows))

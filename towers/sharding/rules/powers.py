@@ -4,7 +4,7 @@ A loss is a sum of terms. Towers average their losses, and one tower on the whol
 that is of any other power than none comes to something else.
 """
 import itertools
-from typing import NamedTuple, Optional, Tuple
+from typing import FrozenSet, NamedTuple, Optional, Tuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -77,7 +77,9 @@ class Term(NamedTuple):
         return self._replace(factors=self.factors + ((op.name, number),))
 
 
-_ONE, _COUNT, _NOTHING, _ELSE = frozenset([Term()]), frozenset([Term(1)]), frozenset(), frozenset([Term(None)])
+_Terms = FrozenSet[Term]
+_NOTHING: _Terms = frozenset()
+_ONE, _COUNT, _ELSE = frozenset([Term()]), frozenset([Term(1)]), frozenset([Term(None)])
 
 
 class Powers:
@@ -94,6 +96,7 @@ class Powers:
     def __init__(self, counts, num_rows, counts_examples, of_layer, is_even):
         self.counts, self.num_rows, self.counts_examples = counts, num_rows, counts_examples
         self._of_layer, self._is_even = of_layer, is_even
+        self.outside = {}  # ends of what functions take -> the tensors that they are given
 
     def of(self, plan, tensors, given=()):
         """Returns the terms of tensors, a list of sets of `Term`.
@@ -127,6 +130,8 @@ class Powers:
         inners = getattr(decision.instead, "inners", ()) if decision is not None else ()
         if not inners:
             return _Step(op, of_inputs, plan, self).terms()
+        for inner in inners:
+            self.outside.update(zip(map(end_of, inner.body.inputs), list(op.inputs)[len(op.inputs) - len(inner.body.inputs):]))
         is_loop, taken = op.type in ("While", "StatelessWhile"), of_inputs[len(op.inputs) - len(inners[0].body.inputs):]
         for _ in range(_MOST_TURNS if is_loop else 1):
             of_bodies = [self.of(inner.plan, inner.body.outputs, dict(zip(map(end_of, inner.body.inputs), taken)))
@@ -144,6 +149,7 @@ class _Step:
 
     def __init__(self, op, of_inputs, plan, powers):
         self.op, self.of_inputs, self.num_rows, self._counts_examples = op, of_inputs, powers.num_rows, powers.counts_examples
+        self._outside = powers.outside
         self.placements = [plan.placements.get(end_of(source), Replicate()) for source in op.inputs]
         self.placement = plan.placements.get((op, 0), Replicate())
         self._plan = plan
@@ -191,8 +197,8 @@ class _Step:
         tensor = self.op.inputs[k]
         if not isinstance(self.placements[k], Replicate) or tensor.shape.rank and tensor.shape.num_elements() != 1:
             return None
-        while tensor.op.type in ("Cast", "Enter", "Identity"):
-            tensor = tensor.op.inputs[0]
+        while tensor.op.type in ("Cast", "Enter", "Identity") or end_of(tensor) in self._outside:
+            tensor = self._outside[end_of(tensor)] if end_of(tensor) in self._outside else tensor.op.inputs[0]
         value = static_value(tensor)
         if value is None or np.size(value) != 1 or np.asarray(value).dtype.kind not in "fiu":
             return None
