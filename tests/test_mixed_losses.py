@@ -928,3 +928,18 @@ def test_a_deep_model_is_followed_without_recursion(silent):
         return tf.reduce_mean(losses(x))
 
     build(model, BATCH, 2)
+
+
+def test_five_places_are_listed_and_the_others_counted():
+    def model_fn(x, *_):
+        total = 0
+        for k in range(7):
+            with tf.name_scope("head%d" % k):
+                total += tf.sqrt(tf.reduce_mean(losses(x) + k))
+        return total
+
+    with pytest.warns(towers.TowersWarning, match=SAID) as caught:
+        build(model_fn, BATCH, 2)
+    message, = [str(w.message) for w in caught if SAID in str(w.message)]
+    assert [line.split("/")[0] for line in message.split("\n  - ")[1:6]] == ["'head%d" % k for k in range(5)]
+    assert "\n  - and 2 more\n" in message and "towers.whole_batch(model_fn)" in message
