@@ -282,7 +282,10 @@ def test_a_loop_whose_turns_are_not_alike_is_refused_by_name(model, message):
 
 def test_parts_of_the_batch_that_are_one_example_each_in_one_tower_are_no_loop():
     def model_fn(x):
-        first, second = tf.split(tf.sin(x * tf.get_variable("w", [4], x.dtype, tf.ones_initializer())), 2)
+        first, second = tf.split(tf.sin(x * tf.get_variable("w", [], x.dtype, tf.ones_initializer())), 2)
         return tf.reduce_mean(tf.square(first - second))
 
-    assert_equals_one_batch(towers.whole_batch(model_fn), (np.random.RandomState(0).randn(12, 4),), 3, sizes=[4, 6, 2], steps=2)
+    for width in (4, 1):
+        with tf.Graph().as_default():
+            x = np.random.RandomState(0).randn(12, width)
+            assert_equals_one_batch(towers.whole_batch(model_fn), (x,), 3, sizes=[4, 6, 2], steps=2)

@@ -129,7 +129,7 @@ class Guesses(Facts):
         is_of_rows = join is not None and any(isinstance(self.placements.get(end_of(turn)), OneRow) for turn in join.turns)
         return join if is_of_rows else None
 
-    def takes_apart(self, op, count):
+    def takes_apart(self, op, count, axis):
         """See `Facts`."""
         return count in self._counts
 

@@ -115,11 +115,11 @@ class Facts:
         """Tells whether a number is that of the tower's examples, so that a loop of as many turns is one over these."""
         return False
 
-    def takes_apart(self, op, count):
-        """Tells whether the outputs of an op, so many equal parts of the batch, are its examples, one in each."""
+    def takes_apart(self, op, count, axis):
+        """Tells whether the outputs of an op, so many equal parts of the batch along an axis, are its examples, one in each."""
         whole = self.whole_dims(op.outputs[0])
         # Parts of the batch may be one example each in this tower alone.
-        return count == self.num_rows and (op.type != "Split" or whole is not None and 1 in whole)
+        return count == self.num_rows and (op.type != "Split" or whole is not None and whole[axis] == 1)
 
     def elements(self, tensor):
         """Returns the elements of a tensor of integers as `Size` has them, a list, or None."""

@@ -281,7 +281,7 @@ def _each_row(node, count):
     """Returns the placements of the tower's examples taken apart, a list."""
     placement = next(value.placement for value in node.inputs if not isinstance(value.placement, Replicate))
     if type(placement) is not Shard or placement.rows != BATCH or placement.times != 1 or not (
-            node.context.takes_apart(node.op, count)):
+            node.context.takes_apart(node.op, count, placement.axis)):
         raise Unfit()
     return [OneRow(number, count) for number in range(count)]
 
