@@ -13,7 +13,7 @@ from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import Decision
 from towers.sharding.placements import BATCH, Additive, OneRow, Size, size_of
 from towers.sharding.propagation import Facts
-from towers.sharding.row_loops import JOINS, join_of, own_of_turns
+from towers.sharding.row_loops import JOINS, join_of, own_of_turns, parts_of
 from towers.sharding.rules.asked import ASKED_RULES, UNKNOWN_RULE
 from towers.sharding.rules.single_rows import takes_row_of
 from towers.static_values import static_value
@@ -58,9 +58,7 @@ class Guesses(Facts):
 
     def _find_turns(self, op):
         """Finds a loop of Python's over the examples, or over equal parts of the batch, that an op ends."""
-        parts = len(op.inputs) - (JOINS[op.type] is not None)
-        for count in sorted({parts if len(op.inputs) != 2 or JOINS[op.type] != "+" else None, self.num_rows} - {None, 0, 1},
-                            reverse=True):
+        for count in sorted({parts_of(op), self.num_rows} - {None, 0, 1}, reverse=True):
             join = join_of(op, op, count, count) if not self.num_rows or self.num_rows % count == 0 else None
             try:
                 own, constants = (None, None) if join is None else own_of_turns(join.turns, join.times)

@@ -89,7 +89,7 @@ class _Question:
         self._of_weight = self._leaves_of(weight.op) if isinstance(weight, tf.Tensor) else None
         self._averaged = self._moving_averages()
         self._look_at(self._plan, "")
-        return (list(self._lines.values()) or self._of_loss(num_rows))
+        return list(self._lines.values()) or self._of_loss(num_rows)
 
     def _needed(self):
         """Returns the ops that the loss is computed of; not what is multiplied by 0, or printed beside it."""
@@ -128,7 +128,7 @@ class _Question:
                 self._add(op, scope, "normalizes by the tower's own moments" if is_batch_norm(op) else
                           "computes of the tower's own examples together")
             for output in op.outputs:
-                if end_of(output) in plan.at_source and not self._is_count(output) and not self._is_moved(output):
+                if end_of(output) in plan.at_source and not self._is_moved(output) and not self._is_count(output):
                     self._add(op, scope, "is of all of the tower's own examples, and more is computed of it")
 
     def _how(self, op, k, want, placement):
@@ -229,30 +229,25 @@ class _Question:
 
     def _is_over_batch(self, tensor):
         """Tells whether a sum's parts are summed over the batch's own rows."""
-        seen, stack = set(), [tensor]
-        while stack:
-            each = stack.pop()
-            placement = self._placements.get(end_of(each))
-            if isinstance(placement, (Shard, Blocks)) and placement.rows != BATCH:
-                return False
-            if end_of(each) not in seen and isinstance(placement, _SUMS):
-                stack.extend(each.op.inputs)
-            seen.add(end_of(each))
-        return True
+        return not any(isinstance(placement, (Shard, Blocks)) and placement.rows != BATCH
+                       for placement in self._placements_behind(tensor, _SUMS))
 
     def _counts_others(self, tensor):
         """Tells whether a size is computed of a number of other rows than the batch's."""
+        return any(isinstance(element, Additive) and element.rows != BATCH
+                   for placement in self._placements_behind(tensor, Size) if isinstance(placement, Size)
+                   for element in placement.elements)
+
+    def _placements_behind(self, tensor, kinds):
+        """Yields the placements of a tensor and of what it is computed of, not of what is behind others than some kinds."""
         seen, stack = set(), [tensor]
         while stack:
             each = stack.pop()
             placement = self._placements.get(end_of(each))
-            if end_of(each) in seen or not isinstance(placement, Size):
-                continue
-            if any(isinstance(element, Additive) and element.rows != BATCH for element in placement.elements):
-                return True
-            seen.add(end_of(each))
-            stack.extend(each.op.inputs)
-        return False
+            if end_of(each) not in seen:
+                seen.add(end_of(each))
+                yield placement
+                stack.extend(each.op.inputs if isinstance(placement, kinds) else ())
 
     def _is_length(self, op, k):
         """Tells whether the largest of some whole numbers says how long something is made, and no mean is taken along that."""
@@ -309,15 +304,7 @@ class _Question:
 
     def _has_mean_over_batch(self):
         """Tells whether a mean over all of the tower's examples is a term of the loss."""
-        found, seen, stack = False, set(), [self._loss]
-        while stack and not found:
-            tensor = stack.pop()
-            placement = self._placements.get(end_of(tensor))
-            found = placement == PartialMean()
-            if end_of(tensor) not in seen and isinstance(placement, _SUMS):
-                stack.extend(tensor.op.inputs)
-            seen.add(end_of(tensor))
-        return found
+        return PartialMean() in self._placements_behind(self._loss, _SUMS)
 
 
 def _is_of_layer(op):

@@ -11,12 +11,12 @@ import tensorflow.compat.v1 as tf
 from towers.functions import MADE_UP
 from towers.private import position_of
 
-__all__ = ["JOINS", "Join", "attributes_of", "join_of", "own_of_turns", "turns_added_up"]
+__all__ = ["JOINS", "Join", "attributes_of", "join_of", "own_of_turns", "parts_of", "turns_added_up"]
 
 _ADDITIONS = ("Add", "AddV2")
-# Types of ops that put turns together -> which input is none of a turn.
+# Types of ops that put all turns together at once -> which input is none of a turn; additions do so one after the other.
 _JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": None}
-JOINS = {**_JOINS, **dict.fromkeys(_ADDITIONS, "+")}
+JOINS = frozenset(_JOINS).union(_ADDITIONS)
 
 _KINDS = frozenset(["bool", "float", "int", "list(bool)", "list(float)", "list(int)", "string"])
 _OF_NO_VALUE = MADE_UP.union(["N", "num", "num_split", "parallel_iterations"])
@@ -74,6 +74,11 @@ def attributes_of(op):
         _ATTRIBUTES[op.type] = [] if op.op_def is None else [
             attribute.name for attribute in op.op_def.attr if attribute.name not in _OF_NO_VALUE and attribute.type in _KINDS]
     return [op.get_attr(name) for name in _ATTRIBUTES[op.type]]
+
+
+def parts_of(op):
+    """Returns how many tensors an op puts together at once; None of an addition, which may be one of many."""
+    return None if op.type in _ADDITIONS else len(_taken_apart(op)[0])
 
 
 def own_of_turns(turns, times):

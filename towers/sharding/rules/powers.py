@@ -12,15 +12,14 @@ import tensorflow.compat.v1 as tf
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import end_of
 from towers.private import forward_op_of
-from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum, Running,
-                                        Shard, Size)
+from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard,
+                                        Size)
 from towers.sharding.rules import movement, pointwise
 from towers.sharding.rules.table import RULES
 from towers.static_values import static_value
 
 __all__ = ["Powers", "others_than_means"]
 
-_ROWS = (Shard, Blocks, RowNumbers)
 _OF_ROWS = (Shard, Blocks)
 _BY_ROW = (OneRow, RowSum)
 
