@@ -61,7 +61,7 @@ def reshape(node):
         raise Unfit()
     out, elements = node.outputs[0], shape.elements()
     before, is_unknown = known_product(value.whole[:placement.axis])
-    if is_unknown:
+    if is_unknown or out.whole is None:
         raise Unfit()
     before *= getattr(placement, "outer", 1)
     whole = [element if size is None and isinstance(element, int) and element >= 0 else size
