@@ -279,7 +279,7 @@ def _fail(workers, what):
             x = tf_syncbn.sync_batch_norm(x, momentum=0.9 + 0.01 * workers.rank)
         if what in ("state", "random"):
             v = tf.get_variable("state", [], tf.float64, trainable=False)
-            x *= tf.assign(v, tf.reduce_sum(x) if what == "state" else tf.random_uniform([], dtype=tf.float64))
+            x *= tf.assign(v, tf.reduce_sum(x) if what == "state" else tf.truncated_normal([], dtype=tf.float64))
         if what == "all":
             v = tf.get_variable("average", [], tf.float64, trainable=False)
             tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, tf.assign(v, tf.reduce_mean(x)))

@@ -57,6 +57,7 @@ class TowerContext:
       alike_writes: set of ops of a whole-batch model (`towers.whole_batch`) that write what is the same in all towers.
       placements: dict from (op, number of its output) to `towers.sharding.placements.Placement`, of outputs of whole-batch
         models.
+      handed_on: dict from ops that the library put into the tower, and that hand on a tensor where it has examples, to that.
       batch_sizes: dict from (op, number of its output) to the sizes along axis 0 that a part of the batch has in each tower, a
         list of int, for those whose sizes are known while the graph is built.
     """
@@ -80,6 +81,7 @@ class TowerContext:
         self.all_towers: Optional["TowerContext"] = None
         self.alike_writes: Set[Operation] = set()
         self.placements: Dict[Any, Any] = {}
+        self.handed_on: Dict[Operation, Tensor] = {}
         self.batch_sizes: Dict[Any, List[int]] = {}
 
     def __repr__(self) -> str:

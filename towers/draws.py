@@ -7,12 +7,18 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import ancestors
+from towers.graph_walk import ancestors, calls_of
 from towers.wording import TowersWarning
 
-__all__ = ["drawing_ops", "seeds_of", "warn_of_same_draws"]
+__all__ = ["drawing", "drawing_ops", "seeds_of", "warn_of_same_draws"]
 
 _DRAWING = ("Random", "TruncatedNormal", "ParameterizedTruncatedNormal", "Multinomial")
+
+
+def drawing(ops):
+    """Returns those of a list of ops whose kernels hold the state of random numbers, and calls of such, a list."""
+    calls = set(calls_of(ops, lambda nodes: any("seed" in node.attr for node in nodes)))
+    return [op for op in ops if op in calls or op.op_def is not None and op.op_def.is_stateful and "seed" in op.node_def.attr]
 
 
 def drawing_ops(towers):

@@ -37,7 +37,7 @@ def survive_empty_batches(outputs, batch, context, ops):
                              "of an empty batch. Give it batches whose size is not known while the graph is built, such as "
                              "tf.placeholder_with_default(x, [None, ...])." % (context.index, op.name, op.type))
         if batches and _size(op.inputs[batches[0]]) is None and control_flow_of(op) is control_flow_now(op.graph):
-            stands_for[op.outputs[0].name] = left = _fill(op, batches)
+            stands_for[op.outputs[0].name] = left = _fill(op, batches, context.handed_on)
             if (op, 0) in context.placements:
                 context.placements[left.op, left.value_index] = context.placements[op, 0]
 
@@ -56,8 +56,11 @@ def _size(tensor):
     return None if tensor.shape.rank is None else tf.dimension_value(tensor.shape[0])
 
 
-def _fill(op, batches):
-    """Gives an op an example of zeros where it would get none; returns its output without that."""
+def _fill(op, batches, handed_on):
+    """Gives an op an example of zeros where it would get none; returns its output without that.
+
+    What hands on a tensor where there are examples is added to `handed_on`, see `TowerContext`.
+    """
     output, consumers = op.outputs[0], op.outputs[0].consumers()
     rank = output.shape.rank
     with op.graph.colocate_with(None, ignore_existing=True), tf.device(op.device), tf.name_scope(op.name + "/empty_batch/"):
@@ -65,15 +68,19 @@ def _fill(op, batches):
         missing = tf.cast(tf.equal(tf.shape(taken[0])[0], 0), tf.int32)
         along_first = tf.constant([1] + [0] * (rank - 1))
         if "BackpropInput" in op.type:
-            rewire(op, 0, op.inputs[0] + along_first * missing)
+            shape = op.inputs[0] + along_first * missing
+            handed_on[shape.op] = op.inputs[0]
+            rewire(op, 0, shape)
         paddings = tf.constant([[1, 0]] + [[0, 0]] * (rank - 1)) * missing
         for index, tensor in zip(batches, taken):
             # Not Pad, which oneDNN merges with a convolution, along the other axes alone.
             filled = tf.raw_ops.PadV2(input=tensor, paddings=paddings, constant_values=tf.zeros([], tensor.dtype))
             filled.set_shape(tensor.shape)
+            handed_on[filled.op] = tensor
             rewire(op, index, filled)
         left = tf.slice(output, along_first * missing, [-1] * rank)
         left.set_shape(output.shape)
+        handed_on[left.op] = output
     for consumer in consumers:
         for index, tensor in enumerate(consumer.inputs):
             if tensor is output:

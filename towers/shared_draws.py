@@ -5,8 +5,9 @@ noise that a discriminator and a generator take say, is copied once for all of t
 """
 from typing import Any, NamedTuple
 
+from towers.draws import drawing
 from towers.graph_copy import GraphCopy
-from towers.graph_walk import ancestors, calls_of
+from towers.graph_walk import ancestors
 from towers.private import control_flow_of
 
 __all__ = ["StepCopies", "copies_of_steps"]
@@ -47,7 +48,7 @@ def copies_of_steps(ends):
         return StepCopies(None, [], alone)
     of_steps = [set(copy.ops) for copy in alone]
     counts = {op: sum(op in of_step for of_step in of_steps) for op in alone[0].graph.get_operations()}
-    draws = _draws([op for op, count in counts.items() if count > 1])
+    draws = drawing([op for op, count in counts.items() if count > 1])
     if not draws:
         return StepCopies(None, [], alone)
     for op in draws:
@@ -66,9 +67,3 @@ def copies_of_steps(ends):
     tensors = list({tensor.name: tensor for tensor in taken if tensor.op in shared}.values())
     runs = [op for op in alone[0].ops if op in shared]
     return StepCopies(GraphCopy(tensors + runs), tensors, [GraphCopy(of_step, shared) for of_step in ends])
-
-
-def _draws(ops):
-    """Returns those of `ops` whose kernels hold the state of random numbers."""
-    calls = set(calls_of(ops, lambda nodes: any("seed" in node.attr for node in nodes)))
-    return [op for op in ops if op in calls or op.op_def is not None and op.op_def.is_stateful and "seed" in op.node_def.attr]

@@ -86,10 +86,11 @@ class _State:
 
     def refuse_writes_of_own_data(self):
         """Raises ValueError where an output waits for a write that other workers make another one of."""
-        for variable in self.variables:
-            for view in self._views if _outer(variable) not in self._of_metrics else ():
-                for op in view.writes_to(variable):
-                    if op in view.needed and (op in view.of_batch or op in view.drawn):
+        for view in self._views:
+            own = view.of_batch | view.drawn
+            for variable in self.variables:
+                for op in view.writes_to(variable) if _outer(variable) not in self._of_metrics else ():
+                    if op in view.needed and op in own:
                         raise ValueError(
                             "Every worker would write another value into the variable %r (%r): it is computed of the worker's "
                             "own batch, or drawn at random. Compute it of all towers' data, by towers.all_reduce or all_gather."
@@ -282,7 +283,7 @@ class _State:
                 items[:] = self._now(items)
         same = set(self._stands_for.values())
         if len(self._views) == 1 < first.tower.context.num_towers:  # other workers may have more towers than this one
-            same = {op for op in first.writes if op not in first.of_batch and op not in first.drawn}
+            same = set(first.writes) - first.of_batch - first.drawn
         shared = first.tower.context.shared_updates
         run_anyway = first.needed | ancestors(shared, within=first.made)  # a layer's update in line, say, which others wait for
         of_all, apart = (descendants(ops, first.made) for ops in (

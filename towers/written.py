@@ -1,6 +1,7 @@
 """What of one tower concerns the variables that its model function writes: the writes, and the reads that outputs need."""
 import tensorflow.compat.v1 as tf
 
+from towers.draws import drawing
 from towers.graph_walk import ancestors, end_of, is_ref, is_variable, op_of, reads_of
 from towers.ordering import READS
 from towers.private import control_flow_now, control_flow_of, waiting_for
@@ -34,7 +35,10 @@ class View:
         self.writes = {op: variables for op, variables in writes.items() if op in self.reached and op in self.made}
         self.alike = tower.context.alike_writes
         self.of_batch = self._made_of(op for op in self.ops if any(end_of(tensor) in batch for tensor in op.inputs))
-        self.drawn = self._made_of(op for op in self.ops if "Random" in op.type or op.type == "Multinomial")
+
+    @property
+    def drawn(self):
+        return self._made_of(drawing(self.ops))
 
     def _made_of(self, ops):
         found, stack = set(), list(ops)

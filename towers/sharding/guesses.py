@@ -43,12 +43,14 @@ class Guesses(Facts):
       given, layers, outer, is_whole: see `Facts`.
       ops: iterable of the tower's operations that are looked at.
       num_rows: int, the tower's examples; None where that is not known.
+      handed_on: dict from ops that hand on a tensor to that, see `towers.TowerContext`.
     """
 
     follows_turns, of_unknown = True, UNKNOWN_RULE
 
-    def __init__(self, given, whole=None, num_rows=None, layers=None, ops=(), outer=None, is_whole=False):
+    def __init__(self, given, whole=None, num_rows=None, layers=None, ops=(), outer=None, is_whole=False, handed_on=None):
         super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=ASKED_RULES)
+        self.handed_on = handed_on or {}
         self._turns, self._joins, self._varying, self._counts, self._of_variables = ({}, {}, set(), {num_rows}, {
             tuple(variable.shape.as_list()) for variable in tf.global_variables() if variable.shape.rank}) if outer is None else (
                 outer._turns, outer._joins, outer._varying, outer._counts, outer._of_variables)

@@ -78,7 +78,8 @@ class _Question:
         layers.update({op: layers[forward_op_of(op)] for op in needed if forward_op_of(op) in layers})
         sizes = {tf.dimension_value(leaf.shape[0]) for leaf in self._given.leaves}
         num_rows = sizes.pop() if len(sizes) == 1 else None
-        facts = Guesses(self._given.placements, num_rows=num_rows or None, layers=layers, ops=needed)
+        facts = Guesses(self._given.placements, num_rows=num_rows or None, layers=layers, ops=needed,
+                        handed_on=context.handed_on)
         try:
             self._plan = propagate(needed, facts)
         except Refused as error:
@@ -93,7 +94,7 @@ class _Question:
 
     def _needed(self):
         """Returns the ops that the loss is computed of; not what is multiplied by 0, or printed beside it."""
-        seen, stack = set(), [self._loss.op]
+        handed_on, seen, stack = self._tower.context.handed_on, set(), [self._loss.op]
         while stack:
             op = stack.pop()
             if op in seen or op not in self._made:
@@ -102,7 +103,7 @@ class _Question:
             forward = forward_op_of(op)
             if forward is not None and forward.type == "Mean":
                 stack.append(forward)  # of which its gradient takes no more than shapes
-            taken = list(op.inputs)[:1] if op.type == "Print" else list(op.inputs)
+            taken = [handed_on[op]] if op in handed_on else list(op.inputs)[:1] if op.type == "Print" else list(op.inputs)
             if op.type == "Mul" and any(map(_is_zero, taken)):
                 taken = [source for source in taken if _is_zero(source)]
             stack.extend(source.op for source in taken)

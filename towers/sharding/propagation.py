@@ -50,7 +50,7 @@ class Facts:
       scope: str, which tells the names of ops of one function from those of another.
     """
 
-    follows_turns = False  # see `towers.sharding.guesses`
+    follows_turns, handed_on = False, {}  # see `towers.sharding.guesses`
     of_unknown: Optional[Rule] = None
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, outer=None, is_whole=False, of_each=(),
@@ -291,6 +291,8 @@ class _Pass:
         placements = [self._of(tensor) for tensor in op.inputs]
         if op in self._facts.layers:
             placements = [self._of(self._facts.layers[op])]
+        elif op in self._facts.handed_on:
+            placements = [self._of(self._facts.handed_on[op])]
         if op.type in _MERGES:
             if all(placement is None for placement in placements):
                 return False
@@ -335,6 +337,8 @@ class _Pass:
     def _decide(self, op, placements):
         if op in self._facts.layers:
             return _of_layer(op, self._facts.layers[op], placements[0])
+        if op in self._facts.handed_on:
+            return Decision([placements[0]])
         if op in self._facts.of_each and any(not isinstance(placement, Replicate) for placement in placements):
             return _of_each_example(op)
         row = self._facts.row_of(op) if op.type == "Const" else None

@@ -15,7 +15,7 @@ from towers.private import forward_op_of
 from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard,
                                         Size)
 from towers.sharding.rules import movement, pointwise
-from towers.sharding.rules.table import RULES
+from towers.sharding.rules.table import RULES, SUMS
 from towers.static_values import static_value
 
 __all__ = ["Powers", "others_than_means"]
@@ -31,7 +31,7 @@ _QUOTIENTS = frozenset("Div DivNoNan FloorDiv RealDiv".split())
 _POWERS = {"Inv": -1, "L2Loss": 2, "Reciprocal": -1, "Rsqrt": -.5, "Sqrt": .5, "Square": 2}
 _LINEAR_IN = {**dict.fromkeys(set(pointwise.QUOTIENTS.split()) - _QUOTIENTS, 0), **dict.fromkeys(pointwise.SLOPES.split(), 1)}
 _KEEPS = {name for name, rule in RULES.items() if rule.function.__module__ == movement.__name__}.union((
-    "Abs Cast CheckNumerics Diag DiagPart Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN MatrixDiagPart Max Mean "
+    "Abs Cast CheckNumerics Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN Max Mean "
     "Min NextIteration PlaceholderWithDefault Print Relu Sum Switch " + pointwise.HANDED_ON + " " + pointwise.LINEAR).split())
 
 _OF_SIZES = {RULES[name].function.__module__ for name in ("Shape", "Prod")}
@@ -277,6 +277,9 @@ class _Step:
             return self.of_inputs
         if kind in _LINEAR_IN or kind in _KEEPS:
             return self.of_inputs[_LINEAR_IN.get(kind, 1 if kind == "Split" else 0)]
+        sums = [k for k, placement in enumerate(self.placements) if isinstance(placement, SUMS)]
+        if isinstance(self.placement, SUMS) and len(sums) == 1:  # what makes a sum of a sum is linear in it
+            return self.of_inputs[sums[0]]
         of = [terms for terms, source in zip(self.of_inputs, op.inputs) if source.dtype.is_floating and any(
             term.power != 0 for term in terms)]
         if forward_op_of(op) is not None and len(of) == 1:  # a gradient is linear in the one that comes in
