@@ -5,6 +5,7 @@ in which the number of examples is a letter, so a program makes the same ops for
 """
 import functools
 import itertools
+import warnings
 from typing import Any, NamedTuple, Tuple, Union
 
 import numpy as np
@@ -12,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from hypothesis import strategies as st
 
 import towers
-from tests.support import build, cpus
+from tests.support import SAID, build, cpus
 
 Dim = Union[int, Tuple[str, int]]  # a number, or a letter times a number
 N = ("n", 1)
@@ -650,9 +651,9 @@ def written(choice, values, a):
     return a._replace(tensor=tf.sin(a.tensor))
 
 
-def programs():
-    """Draws lists of `Step`."""
-    step = st.builds(Step, st.sampled_from(sorted(OPS)), st.lists(st.integers(0, 30), max_size=6).map(tuple))
+def programs(ops=tuple(OPS)):
+    """Draws lists of `Step`, of these ops."""
+    step = st.builds(Step, st.sampled_from(sorted(ops)), st.lists(st.integers(0, 30), max_size=6).map(tuple))
     return st.lists(step, min_size=2, max_size=12)
 
 
@@ -672,6 +673,14 @@ def model_of(program):
         last = [v for v in values[given - 1:] if v.kind == "real"][-3:]
         loss = sum((tf.reduce_mean if k % 2 else tf.reduce_sum)(tf.sin(v.tensor)) / (k + 2) for k, v in enumerate(last))
         return {"loss": loss, "last": [v.tensor for v in values[given - 1:][-3:]]}
+    return model_fn
+
+
+def mean_model_of(program):
+    """Returns a model function whose loss is made of means of what `model_of` makes last."""
+    def model_fn(x, y, labels):
+        last = model_of(program)(x, y, labels)["last"]
+        return {"loss": sum(tf.reduce_mean(tf.sin(v)) / (k + 2) for k, v in enumerate(last) if v.dtype.is_floating)}
     return model_fn
 
 
@@ -737,6 +746,17 @@ def on_towers(program, split, is_known):
             parts.append(tuple(part))
         replicas = build(towers.whole_batch(model_of(program)), towers.PerTower(parts), len(split))
         return _run(replicas, replicas.merged()["last"], feeds)[0]
+
+
+def on_plain_towers(program, num_towers, total, is_known):
+    """Returns `Ran` of plain towers of `mean_model_of`, among which a batch is divided, and what was said meanwhile."""
+    with tf.Graph().as_default():
+        given = [tf.placeholder(value.dtype, (total if is_known else None,) + value.shape[1:]) for value in batch_of(total)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            replicas = build(mean_model_of(program), tuple(given), num_towers)
+        said = [str(warning.message) for warning in caught if SAID in str(warning.message)]
+        return _run(replicas, [], dict(zip(given, batch_of(total))))[0]._replace(state=None), said
 
 
 def difference(one, other):

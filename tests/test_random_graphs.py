@@ -1,8 +1,11 @@
-"""Models at random through `towers.whole_batch`: exact or refused by name, whatever ops they are made of."""
+"""Models at random, whatever ops they are made of.
+
+Through `towers.whole_batch` they are exact or refused by name; as plain towers they come to what one tower does, or it is said.
+"""
 import hypothesis
 from hypothesis import strategies as st
 
-from tests.random_graphs import SPLITS, Step, difference, on_one, on_towers, programs
+from tests.random_graphs import OPS, SPLITS, Step, difference, on_one, on_plain_towers, on_towers, programs
 
 # What a loop would have to begin with was found out again and again, and propagation did not end.
 ENDLESS = [Step(*step) for step in [
@@ -29,3 +32,34 @@ def test_a_program_of_ops_is_exact_on_towers_or_refused(program, split, is_known
         return
     hypothesis.event("exact")
     assert difference(one, ours) < 1e-9
+
+
+# What is computed of each example, whatever else there is.
+COMPUTING = ("as_real", "compare", "convolution", "cross_entropy", "mapped", "one_hot", "truths", "unary", "where",
+             "with_its_own_gradient", "written")
+SAYING = tuple(name for name in OPS if name != "number_of")  # of known sizes a number is not told from others
+
+
+SPLIT_EVENLY = st.sampled_from([(2, 4), (2, 6), (3, 6)])  # numbers of towers, and of examples
+
+
+def is_said(program, counts, is_known):
+    """Tells whether anything is said of a program's plain towers; if not, they have to come to what one tower does."""
+    num_towers, total = counts
+    try:
+        one, _ = on_plain_towers(program, 1, total, is_known)
+    except Exception:  # no program of TensorFlow's either
+        hypothesis.reject()
+    ours, said = on_plain_towers(program, num_towers, total, is_known)
+    assert said or difference(one, ours) < 1e-9
+    return bool(said)
+
+
+@hypothesis.given(programs(SAYING), SPLIT_EVENLY, st.booleans())
+def test_a_program_comes_to_the_same_on_plain_towers_or_is_said(program, counts, is_known):
+    hypothesis.event("said" if is_said(program, counts, is_known) else "the same")
+
+
+@hypothesis.given(programs(COMPUTING), SPLIT_EVENLY, st.booleans())
+def test_nothing_is_said_of_a_program_that_computes_of_each_example(program, counts, is_known):
+    assert not is_said(program, counts, is_known)
