@@ -374,6 +374,13 @@ def steps_of_descent(x):
                                  (0, weights(x.dtype)))[1])
 
 
+def partial_likelihood(x):
+    """Cox': who is still there at the time of each, looked for in a map over times."""
+    risks, times = tf.reduce_sum(features(x), 1), x[:, 0]
+    return tf.reduce_mean(tf.map_fn(lambda time: tf.log(tf.reduce_sum(
+        tf.exp(risks) * tf.cast(times >= time, x.dtype))), times) - risks)
+
+
 for form, of_chosen in {
         "elu": tf.nn.elu, "a softmax": tf.nn.softmax, "a layer": lambda y: tf.matmul(y, tf.eye(C, dtype=y.dtype)) ** 2,
         "the largest of each": lambda y: tf.reduce_max(y, 1), "columns": lambda y: tf.gather(y, [0, 1], axis=1) ** 2,
@@ -382,6 +389,7 @@ for form, of_chosen in {
     MIXED["of tf.boolean_mask, by " + form] = lambda x, mask, _, of_chosen=of_chosen: tf.reduce_mean(
         of_chosen(tf.boolean_mask(features(x), mask > 0)))
 MIXED_IN_A_BRANCH = {
+    "a partial likelihood in a map": lambda x, *_: partial_likelihood(x),
     "dice of each class in a map": lambda x, _, classes: dice_in_a_map(x, classes),
     "dice of each class in a map of these": lambda x, _, classes: dice_in_a_map_of_classes(x, classes),
     "dice of each class in a loop": lambda x, _, classes: dice_in_a_loop(x, classes),
@@ -919,6 +927,16 @@ def test_nothing_is_said_of_a_converted_model(silent):
 def test_what_comes_back_to_examples_is_named():
     with pytest.warns(UserWarning, match=r"(?s)'moments/mean' \(Mean\) is of all of the tower's own examples.*convert_model"):
         build(MIXED["a batch norm by hand"], BATCH, 2)
+
+
+def test_convolutions_of_a_batch_of_unknown_size_pass_in_silence(silent):
+    def model_fn(x):  # which may be empty: what keeps kernels from that is no examples taken together
+        y = (x * weights(x.dtype)[0])[..., None, None]
+        for k, width in enumerate((2, 3)):
+            y = tf.nn.relu(tf.nn.conv2d(y, tf.get_variable("w%d" % k, [2, 1, int(y.shape[3]), width], x.dtype), [1] * 4, "SAME"))
+        return tf.reduce_mean(tf.square(tf.nn.max_pool(y, [1, 2, 1, 1], [1, 2, 1, 1], "VALID")))
+
+    build(model_fn, (unsized(tf.constant(X)),), 2)
 
 
 def test_a_deep_model_is_followed_without_recursion(silent):

@@ -191,6 +191,7 @@ SUMS_OF_KNOWN_SIZE = {
     "in the graph beside a mean": lambda x: tf.reduce_mean(squares(x)) + 0.3 * sum(norms(x, by_index)) / B}
 
 MEANS = {
+    "a trace, by the number": lambda x: tf.linalg.trace(tf.matmul(squares(x), squares(x), transpose_a=True)) / number(x),
     "of samples": lambda x: tf.reduce_mean(tf.reduce_sum(of_samples(x), 0)),
     "of samples, by the number": lambda x: tf.reduce_sum(of_samples(x)) / number(x),
     "of steps less each one's value": lambda x: tf.reduce_mean(tf.reduce_sum(

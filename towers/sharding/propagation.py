@@ -50,7 +50,8 @@ class Facts:
       scope: str, which tells the names of ops of one function from those of another.
     """
 
-    follows_turns, handed_on = False, {}  # see `towers.sharding.guesses`
+    follows_turns = False  # see `towers.sharding.guesses`
+    handed_on: dict = {}
     of_unknown: Optional[Rule] = None
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, outer=None, is_whole=False, of_each=(),
