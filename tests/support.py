@@ -13,8 +13,8 @@ PUBLIC_MODULES = ("towers", "towers.workers", "towers.testing", "towers.launch",
                   "tf_syncbn.checkpoints")
 
 # What the warning of what towers compute by themselves begins with, and what it says of a loss that is a sum.
-SAID = "towers compute this of their own examples, where one tower would take the whole batch"
-SUM_IS_SAID = "(?s)" + SAID + ".*is a sum over the tower's own examples, divided by nothing of the tower's"
+SAID = "towers computes this from its own part of the batch, where one tower would use the whole batch"
+SUM_IS_SAID = "(?s)" + SAID + ".*is a sum over the tower's own examples that no number of them divides"
 
 
 def public_functions(module):

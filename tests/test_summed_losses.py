@@ -366,7 +366,7 @@ def of_unknown_size(model):
 
 
 def divided_by(num_towers):
-    return SUM_IS_SAID + ": it comes to 1/%d" % num_towers
+    return SUM_IS_SAID + ": the towers' average is 1/%d of it" % num_towers
 
 
 def assert_differs_from_one_batch(model, batch, num_towers, sizes=None):
@@ -415,7 +415,7 @@ def test_a_sum_over_a_list_of_each_examples_own_is_not_what_one_tower_trains_by(
 @pytest.mark.parametrize("model", [
     lambda x: tf.add_n(norms(x)[1:]) / 3 + tf.reduce_mean(squares(x)), lambda x: tf.add_n(norms(x, by_turns)) / 5])
 def test_a_list_of_some_examples_is_none_of_all(model):
-    with pytest.warns(UserWarning, match="by (its )?place"):
+    with pytest.warns(UserWarning, match="by (its|their) place"):
         build(model, (X,), 3)
 
 

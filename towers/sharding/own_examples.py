@@ -51,9 +51,9 @@ def warn_of_own_examples(losses, towers, is_divided=False, stacklevel=3):
     if lines:
         more = ["and %d more" % (len(lines) - _MOST_LINES)] if len(lines) > _MOST_LINES else []
         warnings.warn(
-            "%d towers compute this of their own examples, where one tower would take the whole batch:%s\nTheir average is not "
-            "what one tower trains by. towers.whole_batch(model_fn) takes the whole batch there; in a model with batch norms, "
-            "tf_syncbn.convert_model(model_fn) does." % (tower.context.num_towers, "".join(
+            "Each of %d towers computes this from its own part of the batch, where one tower would use the whole batch:%s\nSo "
+            "the average of the towers is not what one tower would train on. Use towers.whole_batch(model_fn) or, in a model "
+            "with batch norms, tf_syncbn.convert_model(model_fn), and it is." % (tower.context.num_towers, "".join(
                 "\n  - " + line for line in lines[:_MOST_LINES] + more)), TowersWarning, stacklevel=stacklevel)
 
 
@@ -126,33 +126,34 @@ class _Question:
                 self._outside.update(zip(map(end_of, inner.body.inputs), given))
                 self._look_at(inner.plan, scope + self._named(op.outputs[0]) + "/")
             if decision is not None and decision.instead is not None and decision.meets == "sum" and op not in self._averaged:
-                self._add(op, scope, "normalizes by the tower's own moments" if is_batch_norm(op) else
-                          "computes of the tower's own examples together")
+                self._add(op, scope, "normalizes with the tower's own moments" if is_batch_norm(op) else
+                          "combines the tower's own examples")
             for output in op.outputs:
                 if end_of(output) in plan.at_source and not self._is_moved(output) and not self._is_count(output):
-                    self._add(op, scope, "is of all of the tower's own examples, and more is computed of it")
+                    self._add(op, scope, "is computed from all of the tower's own examples, and used further")
 
     def _how(self, op, k, want, placement):
         """Returns how an op takes an input otherwise than one tower would, a str; None where it does not."""
         source = op.inputs[k]
         if isinstance(want, Numbered):
-            return None if self._is_divided else "numbers the tower's own examples (%r)" % self._named(source)
+            return None if self._is_divided else "numbers the tower's own examples (its input %r)" % self._named(source)
         if not isinstance(want, Replicated):
             return None
         if isinstance(placement, Size):
             is_said = op.outputs[0].dtype.is_floating and self._counts_others(source) and not self._stands_for_weight(source)
-            return "computes by a number that the tower's own examples say (%r)" % self._named(source) if is_said else None
+            return "uses a number that the tower's own examples decide (its input %r)" % self._named(source) if is_said else None
         if isinstance(placement, _SUMS):
             if _is_compared_with_0(op, k) or self._is_moved(source) or isinstance(placement, Partial) and self._is_count(source):
                 return None
-            how = "computes of a sum over the tower's own examples (%r)" if isinstance(placement, Partial) else (
-                "computes of a mean over the tower's own examples (%r)")
+            how = "computes with a sum over the tower's own examples (its input %r)" if isinstance(placement, Partial) else (
+                "computes with a mean over the tower's own examples (its input %r)")
             return how % self._named(source)
         if not isinstance(placement, _ROWS) or self._is_length(op, k):
             return None
         if takes_by_place(op):
-            return None if self._is_divided else "takes some of the tower's own examples by place (%r)" % self._named(source)
-        return "takes the tower's own examples together (%r)" % self._named(source)
+            return None if self._is_divided else (
+                "picks some of the tower's own examples by their place (its input %r)" % self._named(source))
+        return "combines the tower's own examples (its input %r)" % self._named(source)
 
     def _add(self, op, scope, how):
         name = scope + self._tower.context.relative(op.name)
@@ -287,21 +288,22 @@ class _Question:
         context, num_towers = self._tower.context, self._tower.context.num_towers
         if isinstance(placement, PartialMean) and placement.rows != BATCH and not (
                 self._of_weight and self._leaves_of(placement.count[0].op) >= self._of_weight):
-            return ["the loss (%r) is a mean over as many examples as the tower's own data say (%r)" % (
+            return ["the loss (%r) is a mean over as many examples as the tower's own data decide (%r)" % (
                 name, context.relative(placement.rows.name))]
         if self._of_weight and self._has_mean_over_batch():
-            return ["the loss (%r) has a mean over the tower's own examples in it, and its \"weight\" counts others" % name]
+            return ["the loss (%r) has a mean over the tower's own examples in it, and its \"weight\" counts something else"
+                    % name]
         num_rows = None if self._of_weight else num_rows
         sizes = [context.sizes_of(leaf) for leaf in self._given.leaves]
         is_even = bool(sizes) and all(each and len(set(each)) == 1 for each in sizes)
         powers = Powers(self._counts, num_rows, not self._of_weight, _is_of_layer, is_even)
         kinds = others_than_means(powers.of(self._plan, [self._loss])[0], num_rows, num_towers)
         if "sum" in kinds:
-            return ["the loss (%r) is a sum over the tower's own examples, divided by nothing of the tower's: it comes to 1/%d. "
-                    "Take tf.reduce_mean, or divide by tf.shape(x)[0]; a sum that is meant is multiplied by "
+            return ["the loss (%r) is a sum over the tower's own examples that no number of them divides: the towers' average is "
+                    "1/%d of it. Take tf.reduce_mean, or divide by the batch size; if you want the sum, multiply it by "
                     "towers.current_tower().num_towers" % (name, num_towers)]
-        return ["the loss (%r) keeps the number of the tower's own examples: what is no sum over them is divided by it, or a sum "
-                "more than once, or a mean" % name] if kinds else []
+        return ["the loss (%r) depends on the number of the tower's own examples: a mean or what is no sum is divided by it, or "
+                "a sum is divided twice" % name] if kinds else []
 
     def _has_mean_over_batch(self):
         """Tells whether a mean over all of the tower's examples is a term of the loss."""
