@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
@@ -20,8 +21,8 @@ ORDER = {"towers": ["version", "annotations", "wording", "context", "sums", "sli
                     "meetings", "exchanges", "cross_tower", "placement", "rows", "batch", "shares", "sharing", "graph_walk",
                     "ordering", "inner_training", "draws", "workers.cluster", "workers.collectives", "workers.watchdog",
                     "workers.gradient_sums", "workers.variables", "workers.peers", "workers.sessions", "workers.plain",
-                    "workers.one_client", "workers.connection", "workers.__init__", "logits", "losses", "input",
-                    "sharding.placements", "static_values", "sharding.nodes", "sharding.conversions", "sharding.bodies",
+                    "workers.one_client", "workers.connection", "workers.__init__", "static_values", "logits", "losses", "input",
+                    "sharding.placements", "sharding.nodes", "sharding.conversions", "sharding.bodies",
                     "sharding.rules.single_rows", "sharding.rules.turns", "sharding.rules.table", "sharding.rules.pointwise",
                     "sharding.rules.reductions", "sharding.rules.diagonals", "sharding.rules.lists", "sharding.rules.functions",
                     "sharding.rules.movement", "sharding.rules.gathers", "sharding.rules.normalization",
@@ -70,6 +71,29 @@ def test_files_import_only_what_stands_before_them(package):
     for position, name in enumerate(order):
         mine = {m[len(package) + 1:] for m in imports(folder / (name.replace(".", "/") + ".py")) if m.startswith(package + ".")}
         assert mine <= set(order[:position]), name
+
+
+def op_tables(path, types):
+    """Returns the lines of a file on which two or more types of ops stand together: a table that classifies ops."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        items = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else node.keys if isinstance(node, ast.Dict) else ()
+        names = [item.value for item in items if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = node.value.split()
+        if len(names) > 1 and sum(name in types for name in names) > len(names) / 2:
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.skipif(sys.version_info < (3, 8), reason="Python's own parser tells its constants another way")
+def test_ops_are_classified_where_rules_are():
+    """What is asked of a model is asked of placements. Outside of the rules there are to be fewer such tables, never more."""
+    types = {name for name in dir(tf.raw_ops) if name[0].isupper()} | {
+        prefix + name for prefix in ("", "Ref") for name in ("Enter", "Exit", "Merge", "NextIteration", "Switch", "Identity")}
+    outside = [path for package in ORDER for path in (ROOT / package).rglob("*.py") if "rules" not in path.parts]
+    tables = ["%s:%d" % (path.relative_to(ROOT), line) for path in outside for line in op_tables(path, types)]
+    assert len(tables) <= 67, tables
 
 
 def test_no_module_is_hidden_by_what_the_front_door_calls_by_its_name():

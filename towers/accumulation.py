@@ -5,12 +5,11 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors, op_of
+from towers.sharding.rules.normalization import is_batch_norm
 from towers.transforms import Transform, when
 from towers.wording import TowersWarning, some_of
 
 __all__ = ["accumulate"]
-
-_FUSED_BATCH_NORMS = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 
 
 def accumulate(num_batches: int) -> Transform:
@@ -106,7 +105,7 @@ def _layers_of_batches(replicas):
     They meet the other towers, update state by what came of the batch, or are the fused batch norm in training mode.
     """
     tower = replicas[0]
-    found = [op for op in tower.ops if op.type in _FUSED_BATCH_NORMS and op.get_attr("is_training")]
+    found = [op for op in tower.ops if is_batch_norm(op) and op.get_attr("is_training")]
     batch = {op_of(leaf) for leaf in tf.nest.flatten(tower.context.batch, expand_composites=True)} - {None}
     within = batch.union(tower.ops)
     found += [op for op in map(op_of, tower.update_ops) if batch & ancestors([op], within)]

@@ -6,7 +6,7 @@ bits that the original would.
 """
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import CALLS, ancestors, is_ref, op_of
+from towers.graph_walk import CALLS, EXITS, ancestors, is_ref, op_of
 from towers.private import take_in
 
 __all__ = ["GraphCopy"]
@@ -15,7 +15,7 @@ _LARGE = 1 << 20  # bytes of a constant that is not worth another copy
 # Stateful ops whose result lives for one run, or stands for what lives elsewhere.
 _OF_ONE_RUN = ("Stack", "TemporaryVariable", "TensorArray", "IteratorFromStringHandle", "MultiDeviceIteratorFromStringHandle")
 # TensorFlow takes the result of a copied loop of control flow v1 for one from outside, and drops what waits for it.
-_EXITS, _BEHIND = ("Exit", "RefExit"), "/behind_the_loop"
+_BEHIND = "/behind_the_loop"
 
 
 class GraphCopy:
@@ -56,7 +56,7 @@ class GraphCopy:
         for op in self.ops:
             node = graph_def.node.add()
             self._define_copy(node, op, scope)
-            if op.type in _EXITS:
+            if op.type in EXITS:
                 behind = graph_def.node.add(name=op.name + _BEHIND, op="Identity", input=[op.name], device=op.device)
                 behind.attr["T"].CopyFrom(node.attr["T"])
         given = given or {}
@@ -114,7 +114,7 @@ def _is_stateful(op):
 
 def _when_done(op):
     """Returns the name of the copy that other copies may wait for, in the copy's name scope."""
-    return op.name + _BEHIND if op.type in _EXITS else op.name
+    return op.name + _BEHIND if op.type in EXITS else op.name
 
 
 def _taken_in(tensor):

@@ -3,18 +3,19 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import taken_from_outside, waiting_for
 
-__all__ = ["CALLS", "LOOPS_BACK", "VARIABLES", "ancestors", "calls_of", "descendants", "end_of",
-           "in_circles", "is_ref", "is_variable", "op_of", "reads_of", "variable_of", "writes_of", "written_variable",
+__all__ = ["BRANCHES", "CALLS", "ENTERS", "EXITS", "LOOPS_BACK", "MERGES", "VARIABLES", "ancestors", "calls_of", "descendants",
+           "end_of", "in_circles", "is_ref", "is_variable", "op_of", "reads_of", "variable_of", "writes_of", "written_variable",
            "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
                                "VarIsInitializedOp", "DestroyResourceOp"])
-# What a variable goes through on its way into a tf.cond or tf.while_loop of control flow 1.
-_PASSED_ON = frozenset(["Identity", "RefIdentity", "Switch", "RefSwitch", "Enter", "RefEnter"])
-LOOPS_BACK = frozenset(["NextIteration", "RefNextIteration"])  # of control flow 1, the circles in a graph
+# Of control flow 1: the ways into a loop, out of it, and what joins two ways; then the circles in a graph.
+ENTERS, EXITS, MERGES = frozenset(["Enter", "RefEnter"]), frozenset(["Exit", "RefExit"]), frozenset(["Merge", "RefMerge"])
+LOOPS_BACK = frozenset(["NextIteration", "RefNextIteration"])
+_PASSED_ON = ENTERS | {"Identity", "RefIdentity", "Switch", "RefSwitch"}  # by a variable on its way in
 CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
-_BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
+BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
 _NO_WRITERS = _RESOURCE_READERS | CALLS  # of what they are given
 _NO_READERS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
 _REF_READERS = frozenset(["RefMerge", "RefSelect", "RefExit", "RefNextIteration", "IsVariableInitialized"])
@@ -195,7 +196,7 @@ class _Library:
         callees = _function_names(node)
         if not callees:
             return set() if node.op in _RESOURCE_READERS or node.op in _PASSED_ON else {0}
-        first = 1 if node.op in _BRANCHES else 0
+        first = 1 if node.op in BRANCHES else 0
         return {first + number for name in callees for number in self._written_arguments(name)}
 
     def _written_arguments(self, name):

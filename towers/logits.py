@@ -3,11 +3,11 @@
 A loss of probabilities is exact only by their logits: the log of a probability that has come to 0 is lost, and its gradient too.
 The graph still holds them. Only ops are passed that change no value: what is found computes the very same outputs.
 """
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import variable_of
 from towers.private import gradient_of, taken_from_outside
+from towers.static_values import static_value
 
 __all__ = ["find_logits", "looks_like"]
 
@@ -24,10 +24,6 @@ _EXACT = {tf.float16: (tf.float32, tf.float64), tf.bfloat16: (tf.float32, tf.flo
 _AVERAGES = ("ResizeBilinear", "ResizeNearestNeighbor", "AvgPool", "AvgPool3D", "StopGradient")
 _LINEAR = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv1D", "Conv2D", "Conv3D", "Conv2DBackpropInput",
            "Conv3DBackpropInputV2", "DepthwiseConv2dNative", "BiasAdd", "Add", "AddV2")
-# What computes an order of axes in TensorFlow's own softmax along an axis that is not the last.
-_COMPUTED = {"Sub": np.subtract, "Add": np.add, "AddV2": np.add, "FloorMod": np.mod, "Range": np.arange,
-             "Pack": lambda *parts: np.stack(parts), "ConcatV2": lambda *parts: np.concatenate(
-                 [np.reshape(part, [-1]) for part in parts[:-1]])}
 
 
 def find_logits(outputs, axis):
@@ -148,19 +144,10 @@ def _axis_before(op, axis):
     if op.type == "Cast":
         return axis if op.outputs[0].dtype in _EXACT.get(op.inputs[0].dtype, ()) else None
     if op.type == "Transpose":
-        order = _value(op.inputs[1])
+        order = static_value(op.inputs[1])
         return None if order is None else int(order[axis])
     size, behind = tf.dimension_value(after[axis]), after[axis + 1:].num_elements()
     if size is None or size == 1 or behind is None:  # one class lies along any axis of size 1
         return None
     return next((i for i in range(before.rank) if tf.dimension_value(before[i]) == size
                  and before[i + 1:].num_elements() == behind), None)
-
-
-def _value(tensor):
-    """Returns the value of a tensor of integers that is computed of constants, else None."""
-    value, op = tf.get_static_value(tensor), tensor.op
-    if value is not None or op.type not in _COMPUTED:
-        return value
-    inputs = [_value(part) for part in op.inputs]
-    return None if any(part is None for part in inputs) else _COMPUTED[op.type](*inputs)

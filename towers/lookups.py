@@ -4,6 +4,7 @@ TensorFlow looks each row up once, where the table stands on another device than
 towers on several devices one has the one form, and others the other.
 """
 from towers.graph_walk import end_of
+from towers.ordering import READS
 
 __all__ = ["looked_up"]
 
@@ -24,6 +25,6 @@ def looked_up(op):
 
 def _read(tensor):
     """Returns what a tensor was read of: a variable, say."""
-    while tensor.op.type in ("Identity", "ReadVariableOp"):
+    while tensor.op.type in READS:
         tensor = tensor.op.inputs[0]
     return tensor

@@ -2,7 +2,7 @@
 import tensorflow.compat.v1 as tf
 
 from towers.gradient_hook import with_gradient
-from towers.graph_walk import CALLS, is_ref, variable_of
+from towers.graph_walk import CALLS, ENTERS, is_ref, variable_of
 from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
 
 __all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
@@ -38,7 +38,7 @@ def takers_of(variable):
     while stack:
         consumers = stack.pop().consumers()
         found += consumers
-        stack += [op.outputs[0] for op in consumers if op.type in READS + ("Enter", "RefEnter")]
+        stack += [op.outputs[0] for op in consumers if op.type in READS or op.type in ENTERS]
     return found
 
 
@@ -48,7 +48,7 @@ def _outside_of_loop(op):
     while flow is not None:
         around.add(flow)
         flow = outer_control_flow(flow)
-    while op.type in ("Enter", "RefEnter") and op.get_attr("is_constant") and control_flow_of(op) in around:
+    while op.type in ENTERS and op.get_attr("is_constant") and control_flow_of(op) in around:
         op = op.inputs[0].op
     return op
 
@@ -87,7 +87,7 @@ def run_after_in(op, earlier, ops_of_tower):
     flow, outer = control_flow_of(op), control_flow_now(op.graph)
     ops = [op]
     while flow is not None and flow is not outer:
-        entries = [each for each in ops_of_tower if each.type in ("Enter", "RefEnter") and control_flow_of(each) is flow]
+        entries = [each for each in ops_of_tower if each.type in ENTERS and control_flow_of(each) is flow]
         ops, flow = entries or ops, outer_control_flow(flow)
     earlier = list(map(_finished, earlier))
     for each in ops:

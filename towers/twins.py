@@ -4,13 +4,12 @@ The twin of an op has its type, attributes and inputs: the same tensors from out
 among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
 in one tower is the twin of the first in the other, and so with writes. What an op waits for is not compared.
 """
-from towers.graph_walk import LOOPS_BACK, is_ref
+from towers.graph_walk import ENTERS, LOOPS_BACK, is_ref
 from towers.private import control_flow_of, taken_from_outside
 
 __all__ = ["find_twins"]
 
 _SAME_VALUE = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "IdentityN", "PreventGradient", "Print", "StopGradient"])
-_ENTER = frozenset(["Enter", "RefEnter"])
 _STATE = frozenset(["VarHandleOp", "Variable", "VariableV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
 
 
@@ -79,7 +78,7 @@ def _what(op, own, names, functions, writes, ops):
     inputs = []
     for tensor in op.inputs:
         if tensor.op.type in LOOPS_BACK:  # the loop's body is made of what enters it
-            inputs.extend((enter, 0) for enter in ops if enter.type in _ENTER and control_flow_of(enter) is control_flow_of(op))
+            inputs.extend((enter, 0) for enter in ops if enter.type in ENTERS and control_flow_of(enter) is control_flow_of(op))
         else:
             inputs.append(_source(tensor))
     if any(source in own and source not in names for source, _ in inputs):

@@ -11,7 +11,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import Operation
 from towers.context import check_graph
 from towers.exchanges import stands_at_exchange
-from towers.graph_walk import ancestors, op_of, written_variable, written_variables
+from towers.graph_walk import BRANCHES, EXITS, MERGES, ancestors, op_of, written_variable, written_variables
 from towers.keras3 import CURE, made_by_keras3
 from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.ordering import READS, read_after
@@ -22,7 +22,7 @@ from towers.wording import TowersWarning
 __all__ = ["chosen_update_ops", "collect_update_ops"]
 
 POLICIES = ("first", "all", "last", "none")
-_BRANCHES = ("Case", "If", "Merge", "RefMerge", "StatelessCase", "StatelessIf")  # behind which stands the evaluation's value
+_CHOICES = MERGES | BRANCHES  # behind which stands the evaluation's value
 
 
 def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operation]:
@@ -120,7 +120,7 @@ def _check_control_flow(updates, made):
                     _refuse(source)
 
 
-_RESULTS = ("Merge", "RefMerge", "Exit", "RefExit")
+_RESULTS = MERGES | EXITS
 
 
 def _stands_within(op, control_flow):
@@ -212,7 +212,7 @@ def _first_read(tower, names):
         op = stack.pop()
         if op.name in names:
             return op.name
-        is_choice = op.type in _BRANCHES or op.type in ("Select", "SelectV2") and op.inputs[0].shape.rank == 0
+        is_choice = op.type in _CHOICES or op.type in ("Select", "SelectV2") and op.inputs[0].shape.rank == 0
         if op not in seen and not is_choice and op not in tower.context.meetings.stand_ins and not stands_at_exchange(op):
             stack.extend(tensor.op for tensor in op.inputs)
         seen.add(op)

@@ -11,10 +11,10 @@ from towers.graph_walk import end_of
 from towers.sharding.nodes import Decision
 from towers.sharding.placements import Blocks, Partial, PartialMean, Replicate, Shard
 from towers.sharding.propagation import loop_of
-from towers.sharding.rules.normalization import channels_axis
+from towers.sharding.rules.normalization import FUSED, channels_axis, is_batch_norm
 from towers.sharding.rules.table import RULES, Rule
 from towers.sharding.whole_batch import Kernels
-from tf_syncbn.conversion.peephole import FUSED, ROOTS, Moments, find_moments
+from tf_syncbn.conversion.peephole import ROOTS, Moments, find_moments
 from tf_syncbn.kernels.moments import bessel, packed, parts, split
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
 
@@ -34,7 +34,7 @@ class BatchNorms(Kernels):
     def __init__(self, tower, ops):
         super().__init__(tower, ops)
         self.rules = dict(RULES, Mean=Rule(self._of_mean, RULES["Mean"].knows))
-        self.rules.update((name, Rule(self._of_fused, RULES[name].knows)) for name in FUSED)
+        self.rules.update((name, Rule(self._of_fused, RULES[name].knows)) for name in FUSED.split())
         self.found, self.chosen, self.plan, self._tower = [], [], None, tower
         self._moments, self._squares = find_moments(ops)
         self._whole, self._parts, self._asked = {}, {}, {}
@@ -99,7 +99,7 @@ class BatchNorms(Kernels):
         found = {op: each for op, each in self._asked.items() if each.kind == "fused"}
         for root in plan.order:
             if root.type in ROOTS and isinstance(plan.placements.get((root, 0)), _OF_ALL) and self._scaled_by(
-                    root) is not None or root.type in FUSED and not root.get_attr("is_training"):
+                    root) is not None or is_batch_norm(root) and not root.get_attr("is_training"):
                 for each in self._behind(root):
                     found.setdefault(each.op, each)
         place = {op: number for number, op in enumerate(plan.order)}

@@ -8,9 +8,8 @@ import tensorflow.compat.v1 as tf
 
 from towers.private import position_of
 
-__all__ = ["FUSED", "ROOTS", "Moments", "find_moments"]
+__all__ = ["ROOTS", "Moments", "find_moments"]
 
-FUSED = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")
 ROOTS = ("Log", "Pow", "Rsqrt", "Sqrt")
 _FACTORS = ("Div", "DivNoNan", "Mul", "RealDiv")
 _SAME_VALUE = ("Cast", "CheckNumerics", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")

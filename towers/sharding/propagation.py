@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import LOOPS_BACK, end_of
+from towers.graph_walk import ENTERS, LOOPS_BACK, MERGES, end_of
 from towers.private import control_flow_of, is_loop, outer_control_flow, position_of
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import AsPartial, Decision, Node, Numbered, OwnRows, Refused, Replicated
@@ -26,8 +26,6 @@ __all__ = ["Facts", "Plan", "loop_of", "meets_for", "propagate"]
 # Of one input, each as large as it: where a sum's parts meet, they meet in front of these, once for all readers.
 _HANDING_ON = frozenset(["Cast", "CheckNumerics", "ExpandDims", "Identity", "Neg", "Reshape", "Snapshot", "Squeeze",
                          "StopGradient", "Transpose"])
-_MERGES = frozenset(["Merge", "RefMerge"])
-_ENTERS = frozenset(["Enter", "RefEnter"])
 
 
 class Facts:
@@ -254,7 +252,7 @@ def _in_order(ops):
                 seen.add(op)
                 sources = iter([tensor.op for tensor in op.inputs])
             for source in sources:
-                if source in within and source not in seen and not (op.type in _MERGES and source.type in LOOPS_BACK):
+                if source in within and source not in seen and not (op.type in MERGES and source.type in LOOPS_BACK):
                     stack.append((op, sources))
                     stack.append((source, None))
                     break
@@ -294,7 +292,7 @@ class _Pass:
             placements = [self._of(self._facts.layers[op])]
         elif op in self._facts.handed_on:
             placements = [self._of(self._facts.handed_on[op])]
-        if op.type in _MERGES:
+        if op.type in MERGES:
             if all(placement is None for placement in placements):
                 return False
         elif any(placement is None for placement in placements):
@@ -348,13 +346,13 @@ class _Pass:
         if op.type == "Const":
             is_whole = self._facts.is_whole or bool(self._whole_loops) and loop_of(op) in self._whole_loops
             return self._facts.of_constant(op, is_whole)
-        if op.type in _ENTERS and loop_of(op) in self._whole_loops:
+        if op.type in ENTERS and loop_of(op) in self._whole_loops:
             wants = {k: Replicated() for k, placement in enumerate(placements) if not isinstance(placement, (Replicate, Listed))}
             return Decision([p if isinstance(p, Listed) else Replicate() for p in placements], wants)
         if op in self._whole_loops:  # it writes a list that a loop reads
             return Decision([Listed(Replicate())], {k: Replicated() for k, placement in enumerate(placements)
                                                     if not isinstance(placement, (Replicate, Listed))})
-        if op in self._entering and op.type in _ENTERS:
+        if op in self._entering and op.type in ENTERS:
             want, placement = self._entering[op]
             return Decision([placement], {0: want})
         rule = self._facts.rules.get(op.type)
@@ -422,7 +420,7 @@ def _meeting_loops(plan, is_only_asked):
     """
     found = {}
     for op, decision in plan.decisions.items():
-        loop = None if op.type in _ENTERS else loop_of(op)
+        loop = None if op.type in ENTERS else loop_of(op)
         if loop is None:
             continue
         for k, want in decision.wants.items():
@@ -449,7 +447,7 @@ def _looking_at_all(plan, own):
 def _writers_of(plan, loops):
     """Returns the ops that write the lists which loops read, outside of these, a set."""
     found = set()
-    stack = [op.inputs[0].op for op in plan.order if op.type in _ENTERS and loop_of(op) in loops and isinstance(
+    stack = [op.inputs[0].op for op in plan.order if op.type in ENTERS and loop_of(op) in loops and isinstance(
         plan.placements.get((op, 0)), Listed)]
     while stack:
         op = stack.pop()
@@ -471,10 +469,10 @@ def _is_from_outside(tensor, placement):
         if op in seen:
             continue
         seen.add(op)
-        if op.type in _ENTERS:
+        if op.type in ENTERS:
             if not op.get_attr("is_constant"):
                 return False
-        elif op.type in _MERGES or op.type in LOOPS_BACK or op.op_def is None or op.op_def.is_stateful:
+        elif op.type in MERGES or op.type in LOOPS_BACK or op.op_def is None or op.op_def.is_stateful:
             return False
         else:
             stack.extend(source.op for source in op.inputs)
@@ -485,8 +483,8 @@ def _wanted_at_entry(plan):
     """Returns what a loop's first state is wanted as, where its turns hand on something else: a dict from Enters to pairs."""
     found = {}
     for op, decision in plan.decisions.items():
-        for k, want in decision.wants.items() if op.type in _MERGES else ():
-            if op.inputs[k].op.type in _ENTERS:
+        for k, want in decision.wants.items() if op.type in MERGES else ():
+            if op.inputs[k].op.type in ENTERS:
                 found[op.inputs[k].op] = want, decision.outputs[0]
     return found
 

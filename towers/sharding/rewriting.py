@@ -7,7 +7,7 @@ made anew with its new inputs, and so are those behind it.
 import tensorflow.compat.v1 as tf
 
 from towers.context import may_differ
-from towers.graph_walk import end_of, is_ref
+from towers.graph_walk import ENTERS, EXITS, LOOPS_BACK, MERGES, end_of, is_ref
 from towers.ordering import READS
 from towers.private import (control_flow_now, control_flow_of, is_loop, outer_control_flow, put_in_flow, rewire,
                             take_into_flow, wait_only_for, waits_for_branch_alone, within_control_flow)
@@ -20,8 +20,7 @@ __all__ = ["Rewriting"]
 
 _OF_A_SHAPE = frozenset(["AccumulateNV2", "EnsureShape", "PlaceholderWithDefault"])  # which an attribute says
 _OF_ELEMENTS = {"TensorArrayGatherV3": "element_shape", "TensorArrayConcatV3": "element_shape_except0"}  # the same of a list's
-_JOINS = frozenset(["Merge", "RefMerge"])
-_WAYS_IN = frozenset(["Enter", "RefEnter", "Switch", "RefSwitch"])
+_WAYS_IN = ENTERS | {"Switch", "RefSwitch"}
 
 
 class Rewriting:
@@ -57,7 +56,7 @@ class Rewriting:
 
     def _inputs(self, op, converted):
         """Returns the inputs of an op by now, some of which are replaced by others, where the op takes them."""
-        flows = [control_flow_of(tensor.op if op.type in _JOINS else op) for tensor in op.inputs]  # of the branches that it joins
+        flows = [control_flow_of(tensor.op if op.type in MERGES else op) for tensor in op.inputs]  # of the branches that it joins
         return [self._brought_in(converted[k], op, flows[k]) if k in converted else self.now(tensor)
                 for k, tensor in enumerate(op.inputs)]
 
@@ -225,11 +224,11 @@ def _is_read(op):
 def _is_state(op):
     """Tells whether an op hands a loop's state on, from turn to turn, and in and out of the loop."""
     flow = control_flow_of(op)
-    if op.type in ("Exit", "RefExit", "NextIteration", "RefNextIteration"):
+    if op.type in EXITS | LOOPS_BACK:
         return True
-    if op.type in _JOINS or op.type.endswith("Switch"):
+    if op.type in MERGES or op.type.endswith("Switch"):
         return flow is not None and is_loop(flow)
-    return op.type in ("Enter", "RefEnter") and not op.get_attr("is_constant")
+    return op.type in ENTERS and not op.get_attr("is_constant")
 
 
 def _fits(new, old):

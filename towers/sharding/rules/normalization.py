@@ -5,18 +5,17 @@ from towers.sharding.nodes import Unfit
 from towers.sharding.placements import Partial, Replicate, Shard
 from towers.sharding.rules.table import rule
 
-__all__ = ["channels_axis", "is_batch_norm"]
+__all__ = ["FUSED", "channels_axis", "is_batch_norm"]
 
-
-_FUSED = "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"
+FUSED = "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3"
 
 
 def is_batch_norm(op):
     """Tells whether an op is a fused batch norm."""
-    return op.type in _FUSED.split()
+    return op.type in FUSED.split()
 
 
-@rule(_FUSED, (Shard,))
+@rule(FUSED, (Shard,))
 def fused_batch_norm(node):
     x = node.inputs[0].placement
     if not isinstance(x, Shard):

@@ -284,7 +284,11 @@ def pointwise(node):
         arrays = [value.elements() for value in node.inputs]
         if any(array is None for array in arrays) or _is_of_data(node):
             raise Unfit()
-        return node.decide(size_of(_of_numbers(SIZES.get(node.type, _computed), arrays)))
+        found = _of_numbers(SIZES.get(node.type, _computed), arrays)
+        flat = [found[index] for index in np.ndindex(found.shape)]
+        if node.type == "FloorDiv" and not any(map(_is_of_size, flat)) and None in flat and set(flat) != {None}:
+            return node.decide(Size(tuple(flat), found.shape))  # a number of rows by itself is 1, and not in a tower of none
+        return node.decide(size_of(found))
     raise Unfit()
 
 

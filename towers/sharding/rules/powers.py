@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.exchanges import stands_at_exchange
-from towers.graph_walk import end_of
+from towers.graph_walk import MERGES, end_of
 from towers.private import forward_op_of
 from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard,
                                         Size)
@@ -113,7 +113,7 @@ class Powers:
                 break
             before = dict(found)
             for op in plan.order:
-                default = _NOTHING if op.type in ("Merge", "RefMerge") else _ONE
+                default = _NOTHING if op.type in MERGES else _ONE
                 terms = self._terms(op, [found.get(end_of(source), default) for source in op.inputs], plan)
                 for number in range(len(op.outputs)):
                     if (op, number) not in self.counts and (op, number) not in given:

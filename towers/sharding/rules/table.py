@@ -6,6 +6,7 @@ gets all inputs whole. What an op computes of whole inputs is whole, so that muc
 """
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
+from towers.graph_walk import MERGES
 from towers.sharding.nodes import Refused, Replicated, Unfit
 from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum,
                                         Running, Shard, Size)
@@ -80,7 +81,7 @@ def decide(node: Any) -> Optional[Any]:
     found = node.context.rules.get(node.type, node.context.of_unknown)
     if node.of(OneRow, RowSum) or node.context.join_of(node.op) is not None:
         return of_single_rows(node, found)
-    if node.of(InTurn, Running) and node.type not in ("Merge", "RefMerge"):
+    if node.of(InTurn, Running) and node.type not in MERGES:
         return of_turns(node, found)
     if all(type(value.placement) is Replicate for value in node.inputs) and not (found and found.always):
         return None

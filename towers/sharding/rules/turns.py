@@ -1,7 +1,7 @@
 """Loops of the graph over the tower's examples, whose turn i takes example i: `tf.map_fn`, or `x[i]` in a `tf.while_loop`."""
 import numpy as np
 
-from towers.graph_walk import end_of
+from towers.graph_walk import EXITS, MERGES, end_of
 from towers.sharding.bodies import BODIES
 from towers.sharding.nodes import Refused, Unfit
 from towers.sharding.placements import BATCH, Additive, InTurn, Listed, Partial, Running, Shard, size_of
@@ -12,7 +12,6 @@ __all__ = ["counters_of_body", "is_list_of_rows", "is_turn", "joined_in_turn", "
 
 _HANDS_ON = frozenset("Identity Switch RefSwitch NextIteration RefNextIteration Enter RefEnter Exit RefExit".split())
 _SUMS = frozenset("Add AddN AddV2 Sub".split())
-_MERGES = frozenset(["Merge", "RefMerge"])
 _IN_FRONT = frozenset(["ConcatV2", "ExpandDims", "Pack", "Reshape"])  # of an index: the number of its row stands first
 
 
@@ -52,7 +51,7 @@ def takes_its_row(node, begin, end=None):
 def is_turn(facts, tensor):
     """Tells whether a number, or the first one of an index, is that of the turn of a loop over the tower's examples."""
     source = _source(tensor)
-    return end_of(source) in facts.counters or facts.follows_turns and source.op.type in _MERGES and _is_counter(
+    return end_of(source) in facts.counters or facts.follows_turns and source.op.type in MERGES and _is_counter(
         source.op) and _is_over_rows(facts, source.op)
 
 
@@ -99,12 +98,12 @@ def of_turns(node, rule):
     others = node.wanted(k for k, value in enumerate(node.inputs) if not isinstance(value.placement, (InTurn, Running)))
     if running:
         if node.type in _HANDS_ON:
-            ends = node.type in ("Exit", "RefExit")
+            ends = node.type in EXITS
             return node.decide(Partial() if ends else Running(), others)
         if node.type in _SUMS and len(running) == 1 and not (node.type == "Sub" and running == [1]):
             return node.decide(Running(), others)
         return node.decide(InTurn(), {**others, **node.wanted(running)})
-    if node.type in ("Exit", "RefExit") and _is_over_rows(node.context, node.op.inputs[0].op.inputs[0].op):
+    if node.type in EXITS and _is_over_rows(node.context, node.op.inputs[0].op.inputs[0].op):
         raise Refused("%r is what a loop over the tower's examples made of the last of them." % node.op.name)
     return node.decide(InTurn(), others)
 
@@ -122,7 +121,7 @@ def joined_in_turn(node, numbers):
     others = node.wanted(k for k in numbers if not isinstance(node.inputs[k].placement, (InTurn, Running)))
     if all(isinstance(placement, Running) for placement in found):
         return others, Running()
-    if node.is_over_rows or node.type in _MERGES and _is_over_rows(node.context, node.op):
+    if node.is_over_rows or node.type in MERGES and _is_over_rows(node.context, node.op):
         return others, Running()
     if any(isinstance(placement, Running) for placement in found):
         return {**others, **node.wanted(numbers)}, InTurn()
@@ -164,7 +163,7 @@ def _is_over_rows(facts, merge):
         if switch.type in ("Switch", "RefSwitch") and switch.inputs[1].op.type == "LoopCond":
             for less in _comparisons(switch.inputs[1].op.inputs[0]):
                 number, bound = map(_source, less.inputs)
-                if number.op.type in _MERGES and _is_counter(number.op) and facts.counts_rows(bound):
+                if number.op.type in MERGES and _is_counter(number.op) and facts.counts_rows(bound):
                     return True
     return False
 
