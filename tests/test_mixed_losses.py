@@ -929,16 +929,6 @@ def test_what_comes_back_to_examples_is_named():
         build(MIXED["a batch norm by hand"], BATCH, 2)
 
 
-def test_convolutions_of_a_batch_of_unknown_size_pass_in_silence(silent):
-    def model_fn(x):  # which may be empty: what keeps kernels from that is no examples taken together
-        y = (x * weights(x.dtype)[0])[..., None, None]
-        for k, width in enumerate((2, 3)):
-            y = tf.nn.relu(tf.nn.conv2d(y, tf.get_variable("w%d" % k, [2, 1, int(y.shape[3]), width], x.dtype), [1] * 4, "SAME"))
-        return tf.reduce_mean(tf.square(tf.nn.max_pool(y, [1, 2, 1, 1], [1, 2, 1, 1], "VALID")))
-
-    build(model_fn, (unsized(tf.constant(X)),), 2)
-
-
 def test_a_deep_model_is_followed_without_recursion(silent):
     def model(x, *_):
         for _ in range(1200):  # more than Python's calls may be deep
