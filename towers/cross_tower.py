@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import Tensor, TensorLike
 from towers.exchanges import gradient_place, meet_at, next_place, others_here, pass_with_gradient
 from towers.meetings import Across
+from towers.slices import as_dense
 from towers.sums import sum_in_order
 
 __all__ = ["Divisor", "all_gather", "all_reduce", "cross_tower_sum_at"]
@@ -174,7 +175,7 @@ def _join(per_tower):
 @tf.RegisterGradient("TowersSum")
 def _sum_gradient(op, dy, _):
     place, (group_size, divisor) = gradient_place(op)
-    dy = tf.convert_to_tensor(dy)
+    dy = as_dense(dy, op.inputs[0])
     if divisor is not None and divisor.gives_share:
         dy, divisor = dy * divisor.own, divisor._replace(gives_share=False)
     return None, cross_tower_sum_at(place, dy, group_size, divisor=divisor)
@@ -183,7 +184,7 @@ def _sum_gradient(op, dy, _):
 @tf.RegisterGradient("TowersAllGather")
 def _all_gather_gradient(op, dy, *_):
     place, _ = gradient_place(op)
-    total = cross_tower_sum_at(place, tf.convert_to_tensor(dy))
+    total = cross_tower_sum_at(place, as_dense(dy, op.inputs[0]))
     _, part, offset = op.inputs
     begin = tf.concat([[offset], tf.zeros([part.shape.rank - 1], tf.int32)], 0)
     return None, tf.slice(total, begin, tf.shape(part)), None

@@ -4,13 +4,13 @@ oneDNN's convolutions give an empty batch the shape of their input, and the grad
 the gradient of a depthwise convolution by its kernel is whatever its memory held. So an op of these whose batch has an unknown
 size is given one example of zeros where it would get none, and that is cut off what comes out. No value changes and no
 gradient, and a batch that has examples is handed on without a copy. Where the size is known to be 0, TensorFlow's own gradients
-count on it, and such an op is refused.
+count on it, and such an op is refused. A list of the examples, as `tf.map_fn` makes one, is told their shape, as none of them does.
 """
 import tensorflow.compat.v1 as tf
 
-from towers.private import control_flow_now, control_flow_of, rewire, runs_onednn
+from towers.private import control_flow_now, control_flow_of, forward_op_of, rewire, runs_onednn, set_shape_attribute
 
-__all__ = ["survive_empty_batches"]
+__all__ = ["survive_empty_batches", "tell_shapes"]
 
 # Types of ops -> which of their inputs hold the batch along axis 0.
 _BATCHES = {"Conv2D": (0,), "DepthwiseConv2dNative": (0,), "Conv3D": (0,), "MaxPool": (0,), "MaxPoolV2": (0,), "MaxPool3D": (0,),
@@ -28,6 +28,7 @@ def survive_empty_batches(outputs, batch, context, ops):
     may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and not _size(leaf) for leaf in leaves)
     if context.num_towers == 1 or not may_be_empty:
         return outputs
+    tell_shapes(ops)
     on_onednn = "CPU" in context.device.upper() and runs_onednn()
     stands_for = {}  # name of a tensor -> what is left of it when the example of zeros is cut off
     for op in ops:
@@ -50,6 +51,15 @@ def survive_empty_batches(outputs, batch, context, ops):
             items = graph.get_collection_ref(key)
             items[:] = [now(item) for item in items]
     return tf.nest.map_structure(now, outputs)
+
+
+def tell_shapes(ops):
+    """Tells gradients of what took the examples apart, by control flow 1, which shape one has, where there may be none."""
+    for op in ops:
+        apart = forward_op_of(op) if op.type == "TensorArrayGatherV3" else None
+        shape = apart.inputs[2].shape[1:] if apart is not None and apart.type == "TensorArrayScatterV3" else None
+        if shape is not None and shape.is_fully_defined():
+            set_shape_attribute(op, "element_shape", shape)
 
 
 def _size(tensor):

@@ -15,6 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.annotations import GradsAndVars, Optimizer, Tensor, UpdateOps, Variable
 from towers.context import check_graph
+from towers.empty_batches import tell_shapes
 from towers.gradient_hook import detail_of, with_gradient
 from towers.ordering import READS
 from towers.overlap import fill_meetings
@@ -224,7 +225,10 @@ def _with_factors(tower, loss, num_towers, factors):
 
 
 def _tower_gradients(tower, loss, asked, optimizer, var_list, gate):
+    graph = loss.graph
+    first = len(graph.get_operations())
     grads = optimizer.compute_gradients(loss, var_list=var_list, gate_gradients=gate, colocate_gradients_with_ops=True)
+    tell_shapes(graph.get_operations()[first:])
     if asked is not None and not asked and any(gradient is not None for gradient, _ in grads):
         raise ValueError("%s.compute_gradients returns gradients that are not of the loss that it was handed in tower %d, %r, so "
                          "the tower's share of the global batch is not in them. It has to differentiate its argument `loss`."

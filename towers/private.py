@@ -14,10 +14,10 @@ try:
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branches_of", "called_graph", "captured", "control_flow_now", "control_flow_of", "counting_scopes_from",
+__all__ = ["branches_of", "called_graph", "captured", "chosen_by", "control_flow_now", "control_flow_of", "counting_scopes_from",
            "differentiate_op", "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded",
            "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow", "record_for_tapes",
-           "rewire", "run_after", "runs_onednn", "scope_counts", "take_in", "take_into_flow", "taken_from_outside",
+           "rewire", "run_after", "runs_onednn", "scope_counts", "set_shape_attribute", "take_in", "take_into_flow", "taken_from_outside",
            "wait_only_for", "waiting_for", "waits_for_branch_alone", "within_control_flow", "without_intermediates"]
 
 
@@ -65,6 +65,14 @@ def within_control_flow(flow):
             yield
         finally:
             flow.Exit()
+
+
+def chosen_by(merge):
+    """Returns the predicate by which a Merge ends a tf.cond of control flow v1, a tensor; None for one of a loop's, or another's."""
+    flows = [control_flow_of(tensor.op) for tensor in merge.inputs]
+    if any(tensor.op.type.endswith("NextIteration") for tensor in merge.inputs):
+        return None
+    return next((flow.pred for flow in flows if flow is not None and flow.IsCondContext()), None)
 
 
 def branches_of(op):
@@ -250,6 +258,11 @@ def forward_op_of(op):
 def gradient_of(op):
     """Returns the name of the gradient that was put on an op in the place of its type's, or None."""
     return op.node_def.attr["_gradient_op_type"].s.decode() if "_gradient_op_type" in op.node_def.attr else None
+
+
+def set_shape_attribute(op, name, dims):
+    """Sets an attribute of an op that has not run yet to a shape, a list of int."""
+    op._set_attr(name, tf.AttrValue(shape=tf.TensorShape(dims).as_proto()))  # pylint: disable=protected-access
 
 
 def differentiate_op(op, *d_outputs):

@@ -1,7 +1,7 @@
 """Gradients of rows, `tf.IndexedSlices`, among dense ones."""
 import tensorflow.compat.v1 as tf
 
-__all__ = ["are_slices", "join_slices", "numbers_of", "ops_of", "with_numbers"]
+__all__ = ["are_slices", "as_dense", "join_slices", "numbers_of", "ops_of", "with_numbers"]
 
 
 def numbers_of(gradient):
@@ -24,6 +24,13 @@ def with_numbers(gradient, function):
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(function(gradient.values), gradient.indices, gradient.dense_shape)
     return function(gradient)
+
+
+def as_dense(gradient, tensor):
+    """Returns the gradient of a tensor as one: what a loop of no turns adds up of slices does not know how many rows there are."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.convert_to_tensor(gradient)
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.shape(tensor)[0])
 
 
 def are_slices(gradients):

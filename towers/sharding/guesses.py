@@ -46,10 +46,10 @@ class Guesses(Facts):
       handed_on: dict from ops that hand on a tensor to that, see `towers.TowerContext`.
     """
 
-    follows_turns, of_unknown = True, UNKNOWN_RULE
+    is_only_asked, of_unknown = True, UNKNOWN_RULE
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, ops=(), outer=None, is_whole=False, handed_on=None):
-        super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=ASKED_RULES)
+        super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=ASKED_RULES, follows_turns=True)
         self.handed_on = handed_on or {}
         self._turns, self._joins, self._varying, self._counts, self._of_variables = ({}, {}, set(), {num_rows}, {
             tuple(variable.shape.as_list()) for variable in tf.global_variables() if variable.shape.rank}) if outer is None else (
@@ -135,9 +135,8 @@ class Guesses(Facts):
 
     def counts_rows(self, tensor):
         """See `Facts`."""
-        placement = self.placements.get(end_of(tensor))
-        if isinstance(placement, Size):
-            return placement.shape == () and placement.elements[0] == Additive(1, BATCH)
+        if isinstance(self.placements.get(end_of(tensor)), Size):
+            return super().counts_rows(tensor)
         value = static_value(tensor)
         return value is not None and np.shape(value) == () and value.dtype.kind in "iu" and value == self.num_rows
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional, Tuple
 import numpy as np
 
 __all__ = ["BATCH", "COMPUTED", "Additive", "Blocks", "InTurn", "Listed", "OneRow", "Own", "Partial", "PartialMean", "Placement",
-           "Replicate", "RowNumbers", "RowSum", "Rows", "Running", "Shard", "Size", "elements_of", "moved", "size_of"]
+           "Replicate", "RowNumbers", "RowSum", "Rows", "Running", "Shard", "Size", "Turn", "elements_of", "moved", "size_of"]
 
 
 class Rows(NamedTuple):
@@ -224,6 +224,14 @@ class Running(Placement):
 
     def __str__(self):
         return "a sum over the examples so far"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn(Placement):
+    """The number of the turn in such a loop, from 0 on: W(t) is t_i plus the number of the whole batch's row that is the first."""
+
+    def __str__(self):
+        return "the number of a turn"
 
 
 def _array(elements, shape):

@@ -16,12 +16,13 @@ from towers.private import control_flow_of, is_loop, outer_control_flow, positio
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import AsPartial, Decision, Node, Numbered, OwnRows, Refused, Replicated
 from towers.sharding.own_gradients import OwnGradients
-from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, OneRow, Own, Partial, PartialMean,
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, OneRow, Own, Partial, PartialMean,
                                         Replicate, RowNumbers, Rows, RowSum, Shard, Size, elements_of, size_of)
+from towers.sharding.rules.in_turn import refuse_other_states
 from towers.sharding.rules.single_rows import constant_of_a_turn
 from towers.sharding.rules.table import RULES, Rule, decide
 
-__all__ = ["Facts", "Plan", "loop_of", "meets_for", "propagate"]
+__all__ = ["Facts", "Plan", "loop_of", "meets_for", "propagate", "propagate_with_turns"]
 
 # Of one input, each as large as it: where a sum's parts meet, they meet in front of these, once for all readers.
 _HANDING_ON = frozenset(["Cast", "CheckNumerics", "ExpandDims", "Identity", "Neg", "Reshape", "Snapshot", "Squeeze",
@@ -41,6 +42,7 @@ class Facts:
       outer: `Facts` of what calls a function, where these are of the function.
       is_whole: whether all that a function takes is the whole batch's.
       rules: dict from types of ops to `towers.sharding.rules.table.Rule`.
+      follows_turns: whether loops over the examples stay each tower's own, see `towers.sharding.rules.turns`.
 
     Attributes:
       bodies: `towers.sharding.bodies.Bodies`.
@@ -48,13 +50,13 @@ class Facts:
       scope: str, which tells the names of ops of one function from those of another.
     """
 
-    follows_turns = False  # see `towers.sharding.guesses`
+    is_only_asked = False  # whether nothing is to be changed, see `towers.sharding.guesses`
     handed_on: dict = {}
     of_unknown: Optional[Rule] = None
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, outer=None, is_whole=False, of_each=(),
-                 is_chosen=None, rules=RULES):
-        self.rules = rules
+                 is_chosen=None, rules=RULES, follows_turns=False):
+        self.rules, self.follows_turns = rules, follows_turns
         self.given, self._whole, self.num_rows = given, whole, num_rows
         self.of_each, self.is_chosen = of_each, is_chosen
         self.placements, self.layers = {}, layers or {}  # (op, number) -> Placement, while they are found out
@@ -73,6 +75,7 @@ class Facts:
         """
         given = {end_of(tensor): placement for tensor, placement in zip(body.inputs, placements)}
         inner = type(self)(given, self._whole, self.num_rows, outer=self, is_whole=is_whole or self.is_whole)
+        inner.follows_turns = self.follows_turns
         inner.scope = self.scope + op.name + "/"
         return _Pass(_in_order(body.ops), inner, set(), set(), {}, OwnGradients([])).run()
 
@@ -83,6 +86,11 @@ class Facts:
     def known(self, tensor):
         """Returns the value that a constant has in one tower on the whole batch, None where that is not known."""
         return None if self._whole is None else self._whole.value(tensor)
+
+    @property
+    def carries_turns(self):
+        """Tells whether loops over the examples stay the tower's own, and all that they compute has to be of their turns."""
+        return self.follows_turns and not self.is_only_asked
 
     @property
     def first(self):
@@ -112,7 +120,11 @@ class Facts:
 
     def counts_rows(self, tensor):
         """Tells whether a number is that of the tower's examples, so that a loop of as many turns is one over these."""
-        return False
+        placement = self.placements.get(end_of(tensor))
+        if placement is None and tensor.op.type == "Const":  # of a function that is not looked at yet
+            decision = self.of_constant(tensor.op)
+            placement = decision and decision.outputs[0]
+        return isinstance(placement, Size) and placement.shape == () and placement.elements[0] == Additive(1, BATCH)
 
     def takes_apart(self, op, count, axis):
         """Tells whether the outputs of an op, so many equal parts of the batch along an axis, are its examples, one in each."""
@@ -223,11 +235,15 @@ def propagate(ops, facts, own_gradients=True):
         more = _met_at_source(plan) - at_source  # what meets there counts as replicated
         if facts.is_chosen is not None:
             more = {(op, number) for op, number in more if facts.is_chosen(op)}
-        meeting = _meeting_loops(plan, facts.follows_turns)
+        meeting = _meeting_loops(plan, facts.is_only_asked)
+        if meeting and facts.carries_turns:
+            raise Refused("towers would have to meet in the turns of a tf.while_loop")
         loops = (set(meeting) | _writers_of(plan, meeting)) - whole_loops
         enters = {op: wanted for op, wanted in _wanted_at_entry(plan).items() if op not in entering}
         functions = _looking_at_all(plan, own) - own.whole
         if not more and not loops and not enters and not functions and lists == len(facts.whole_lists):
+            if facts.carries_turns:
+                refuse_other_states(plan, facts)
             if meeting:
                 raise Refused("towers would have to meet about %r in the turns of a tf.while_loop, by what is known "
                               "only there." % next(iter(meeting.values())).name)
@@ -237,6 +253,26 @@ def propagate(ops, facts, own_gradients=True):
         at_source |= more
         whole_loops |= loops
         own.whole |= functions
+
+
+def propagate_with_turns(ops, facts_of):
+    """Returns the `Plan` by which loops over the examples stay each tower's own, or if they can't, are the whole batch's.
+
+    Args:
+      ops: see `propagate`.
+      facts_of: a function that returns `Facts` for what it is given as `follows_turns`.
+
+    Raises:
+      Refused: see `propagate`.
+    """
+    if any(op.type in ENTERS or op.type.endswith("While") for op in ops):
+        facts = facts_of(follows_turns=True)
+        try:
+            if facts.is_chosen is None:
+                return propagate(ops, facts)
+        except Refused:
+            pass
+    return propagate(ops, facts_of(follows_turns=False))
 
 
 def _in_order(ops):
@@ -339,7 +375,8 @@ class _Pass:
         if op in self._facts.handed_on:
             return Decision([placements[0]])
         if op in self._facts.of_each and any(not isinstance(placement, Replicate) for placement in placements):
-            return _of_each_example(op)
+            is_in_turn = any(isinstance(placement, InTurn) for placement in placements)
+            return Decision([InTurn() for _ in op.outputs]) if is_in_turn else _of_each_example(op)
         row = self._facts.row_of(op) if op.type == "Const" else None
         if row is not None and self._facts.varies(op):
             return constant_of_a_turn(row, self._facts.known(op.outputs[0]), op.outputs[0].dtype)

@@ -21,7 +21,7 @@ from towers.sharding.nodes import Refused
 from towers.sharding.outputs import Outputs
 from towers.sharding.pairing import pair
 from towers.sharding.placements import Own
-from towers.sharding.propagation import Facts, propagate
+from towers.sharding.propagation import Facts, propagate_with_turns
 from towers.sharding.report import described, drawn, log_meetings, warn_of_large_gathers
 from towers.sharding.rewriting import Rewriting
 from towers.sharding.rules.table import RULES
@@ -134,7 +134,8 @@ def plan_alone(model_fn, args, kwargs, tower, only, kernels):
         needed = added.needed(outputs)
         made = kernels(tower, needed)
         is_chosen = only and (lambda op: only(_scope_of(op, tower)))
-        made.planned(propagate(needed, Facts(batch.placements, rules=made.rules, is_chosen=is_chosen)))
+        made.planned(propagate_with_turns(needed, functools.partial(
+            Facts, batch.placements, rules=made.rules, is_chosen=is_chosen)))
     except Refused:
         return outputs, None
     return outputs, made
@@ -210,8 +211,9 @@ class _Build:
         given.update(((op, 0), Own()) for op in tower.meetings.stand_ins if op in needed and op not in layers)
         of_each = {op for first, last in tower.own_examples for op in made_here[first:last]}
         kernels = self._kernels(tower, needed)
-        plan = propagate(needed, Facts(given, twin, batch.own, layers=layers, of_each=of_each, rules=kernels.rules,
-                                       is_chosen=only and self._choice(turn, needed, only, tower)))
+        plan = propagate_with_turns(needed, functools.partial(
+            Facts, given, twin, batch.own, layers=layers, of_each=of_each, rules=kernels.rules,
+            is_chosen=only and self._choice(turn, needed, only, tower)))
         kernels.planned(plan)
         writes = alike_writes(plan)
         tower.alike_writes.update(writes)

@@ -11,11 +11,13 @@ from towers.graph_walk import end_of, writes_of
 from towers.private import position_of
 from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Decision, Node, OwnRows, Refused, Replicated, ShapeOf, Unfit, Value
-from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, Own, Partial, PartialMean, Replicate,
-                                        RowNumbers, Running, Shard, Size)
+from towers.sharding.placements import (
+    BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Own, Partial, PartialMean, Replicate, RowNumbers, Running, Shard, Size,
+    Turn)
+from towers.sharding.rules.in_turn import check_state, chosen_in_turn, refuse_effects
 from towers.sharding.rules.lists import joined
 from towers.sharding.rules.table import ANY, RULES, rule
-from towers.sharding.rules.turns import counters_of_body
+from towers.sharding.rules.turns import counters_of_body, is_turn, number_of_rows
 
 __all__ = ["Carried", "Inner", "READS", "is_counted", "is_made_within"]
 
@@ -216,8 +218,9 @@ def _as_it_is_or_whole(node, decide_of):
     try:
         if node.op not in node.context.whole_lists:
             return decide_of(node, {}, False)
-    except (_Unknown, Refused):
-        pass
+    except (_Unknown, Refused) as error:
+        if node.context.carries_turns:
+            raise Refused("%r can't stay the tower's own: %s" % (node.op.name, error)) from error
     _check_rules(node, node.op)
     wants = {}
     for k, value in enumerate(node.inputs):
@@ -269,7 +272,7 @@ def _make_list_whole(node, value):
     value.placement = Listed(Replicate())
 
 
-@rule(" ".join(BODIES), ANY + (Own,), always=True)
+@rule(" ".join(BODIES), ANY + (Own, Turn), always=True)
 def called(node):
     decide_of = _decide_loop if node.type.endswith("While") else _decide_call if node.type.endswith("Call") else _decide_branches
     return _as_it_is_or_whole(node, decide_of)
@@ -284,8 +287,16 @@ def _carried(node, outputs, wants, inners):
     return Decision(outputs, wants, instead=carried, meets="function" if outside else "")
 
 
+def _count_within(node, values, bodies, varying=()):
+    """Notes which inputs of an op's functions are the number of the turn that the op stands in."""
+    for k, value in enumerate(values):
+        if isinstance(value.placement, Turn) and k not in varying and is_turn(node.context, value.tensor):
+            node.context.counters.update(end_of(body.inputs[k]) for body in bodies)
+
+
 def _decide_call(node, wants, is_whole):
     body, = node.context.bodies.of(node.op)
+    _count_within(node, node.inputs, [body])
     inner = _through(node, body, node.inputs, is_whole)
     outputs = [inner.placement(tensor) for tensor in body.outputs]
     if not node.context.is_inner:  # it is inlined, where towers meet
@@ -295,6 +306,7 @@ def _decide_call(node, wants, is_whole):
 
 def _decide_branches(node, wants, is_whole):
     bodies = node.context.bodies.of(node.op)
+    _count_within(node, node.inputs[1:], bodies)
     inners = [_through(node, body, node.inputs[1:], is_whole) for body in bodies]
     outputs = []
     for number in range(len(node.op.outputs)):
@@ -302,20 +314,28 @@ def _decide_branches(node, wants, is_whole):
         for k, want in of_branches.items():
             inners[k].returns[number] = want
         outputs.append(placement)
-    wants = {**node.wanted([0]), **wants}
+    if isinstance(node.inputs[0].placement, InTurn):
+        outputs = [chosen_in_turn(node.op.name, placement) for placement in outputs]
+    else:
+        wants = {**node.wanted([0]), **wants}
     return _carried(node, outputs, wants, inners)
 
 
 def _decide_loop(node, wants, is_whole):
     test, turn = node.context.bodies.of(node.op)
     varying = [k for k, tensor in enumerate(turn.outputs) if _source(tensor) is not turn.inputs[k]]
-    counters = counters_of_body(node.context, node, test, turn) if node.context.follows_turns else set()
-    node.context.counters.update(counters)
-    state = list(node.inputs)
+    _count_within(node, node.inputs, [test, turn], varying)
+    counters = counters_of_body(node.context, node, test, turn)
+    node.context.counters.update(end_of(turn.inputs[k]) for k in counters)
+    numbers = counters if node.context.carries_turns else ()
+    node.context.counters.update(end_of(test.inputs[k]) for k in numbers)
+    state = [_Placed(Turn()) if k in numbers else value for k, value in enumerate(node.inputs)]
     for _ in range(_MOST_TURNS):
         inner = _through(node, turn, state, is_whole, varying=varying)
         entry, placements = dict(wants), [value.placement for value in node.inputs]
-        for k in varying:
+        for k in numbers:
+            placements[k] = Turn()
+        for k in set(varying).difference(numbers):
             meet = _Meet(node.op, [node.inputs[k], _value(node, inner, k)], node.context)
             meet.is_over_rows = bool(counters)
             each, placements[k] = meet.join()
@@ -329,10 +349,17 @@ def _decide_loop(node, wants, is_whole):
             break
     else:
         raise _Unknown(node.op)
+    if numbers:
+        refuse_effects(turn.ops | test.ops, node.context.bodies)
+    for k in varying if numbers else ():
+        check_state(node.op.name, placements[k], inner.placement(turn.outputs[k]), False)
     first = _through(node, test, state, is_whole, varying=varying)
-    if not isinstance(first.placement(test.outputs[0]), Replicate):
+    if isinstance(first.placement(test.outputs[0]), InTurn):
+        placements = [chosen_in_turn(node.op.name, placement) if k in varying else placement for k, placement in enumerate(placements)]
+    elif not isinstance(first.placement(test.outputs[0]), Replicate):
         first.returns[0] = Replicated()
-    placements = [Partial() if counters and isinstance(placement, Running) else placement for placement in placements]
+    placements = [Partial() if counters and isinstance(placement, Running) else number_of_rows(1) if isinstance(placement, Turn)
+                  else placement for placement in placements]
     return _carried(node, placements, entry, [first, inner])
 
 

@@ -47,6 +47,8 @@ def gather(node):
         return row_taken(node, {1: (None, 0)})
     if takes_its_row(node, 1):
         return node.decide(InTurn())
+    if node.of(InTurn):
+        raise Unfit()
     others = node.wanted([2]) if len(node.inputs) > 2 else {}
     if isinstance(params.placement, SUMS):
         if not isinstance(indices.placement, Replicate):

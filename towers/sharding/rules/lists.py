@@ -4,10 +4,11 @@ import numpy as np
 from towers.graph_walk import LOOPS_BACK
 from towers.sharding.nodes import Numbered, OwnRows, Refused, Replicated, Unfit
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Replicate, RowNumbers, Rows, Running,
-                                        Shard, Size, moved, size_of)
+                                        Shard, Size, Turn, moved, size_of)
 from towers.sharding.rules.pointwise import jointly_linear
 from towers.sharding.rules.table import ANY, SUMS, rule
-from towers.sharding.rules.turns import is_list_of_rows, is_turn, joined_in_turn, number_of_rows, row_read
+from towers.sharding.rules.in_turn import is_stack_of_rows, joined_in_turn, refuse_rows, state_of_turn
+from towers.sharding.rules.turns import are_numbers, is_list_of_rows, is_turn, number_of_rows, numbers_all_rows, row_read
 
 __all__ = ["element_written", "joined"]
 
@@ -78,9 +79,12 @@ def _of_rows(node, numbers):
     return wants, Shard(first.axis, named, times) if outer == 1 else Blocks(first.axis, outer, named, times)
 
 
-@rule("Merge RefMerge", ANY + (InTurn, Running))
+@rule("Merge RefMerge", ANY + (InTurn, Running, Turn), always=True)
 def merge(node):
     numbers = [k for k, value in enumerate(node.inputs) if value.placement is not None]
+    decision = state_of_turn(node, numbers) if node.context.carries_turns else None
+    if decision is not None:
+        return decision
     try:
         wants, placement = joined(node, numbers)
         if isinstance(placement, Size) and any(tensor.op.type in LOOPS_BACK for tensor in node.op.inputs):
@@ -92,16 +96,21 @@ def merge(node):
 
 @rule("TensorArrayV3", (Size,), always=True)
 def array(node):
+    if node.context.carries_turns and node.context.counts_rows(node.inputs[0].tensor):
+        return node.decide([Replicate(), Listed(None, BATCH)])
     return node.decide([Replicate(), Listed(None)], node.wanted([0]))
 
 
 def element_written(node, flow, value, placement, wants):
     """Returns the `Decision` of an op that writes what has a placement into a list."""
-    before, by_row = node.inputs[flow].placement, None
-    before = before.element if isinstance(before, Listed) else None
-    if isinstance(placement, InTurn) and is_turn(node.context, node.inputs[1].tensor):
-        by_row = BATCH
     others = node.wanted(k for k in range(len(node.inputs)) if k not in (flow, value))
+    is_of_turn = value != 1 and is_turn(node.context, node.inputs[1].tensor)
+    if node.context.carries_turns and is_of_turn and isinstance(placement, (InTurn, Replicate)):
+        return node.decide(Listed(InTurn(), BATCH), others)
+    refuse_rows(node, flow)
+    before = node.inputs[flow].placement
+    before = before.element if isinstance(before, Listed) else None
+    by_row = BATCH if isinstance(placement, InTurn) and is_of_turn else None
     merged = _merged(before, placement)
     if merged is not None:
         return node.decide(Listed(merged, by_row), {**others, **wants})
@@ -121,8 +130,10 @@ def written(node):
 @rule("TensorArrayScatterV3", (Shard, Blocks, Listed, RowNumbers) + SUMS, always=True)
 def scattered(node):
     placement = node.inputs[2].placement
-    if is_list_of_rows(node.context, placement):
-        return node.decide(Listed(InTurn(), BATCH))
+    is_numbers = are_numbers(node.context, placement)
+    if is_numbers or is_list_of_rows(node.context, placement):
+        numbers_all_rows(node, 1)
+        return node.decide(Listed(Turn() if is_numbers else InTurn(), BATCH))
     if isinstance(placement, (Shard, Blocks)):
         if placement.axis == 0:
             return element_written(node, 3, 2, Replicate(), node.wanted([2]))
@@ -146,7 +157,7 @@ def _element(node, flow):
 @rule("TensorArrayGatherV3", (Listed, RowNumbers), always=True)
 def stacked(node):
     element = _element(node, 2)
-    if isinstance(element, InTurn) and node.inputs[2].placement.by_row:
+    if is_stack_of_rows(node, 2, numbers=1):
         return node.decide(Shard(0, BATCH, 1))
     if isinstance(element, (Shard, Blocks)):
         element = moved(element, element.axis + 1)
@@ -155,6 +166,7 @@ def stacked(node):
 
 @rule("TensorArrayConcatV3", (Listed,), always=True)
 def concatenated(node):
+    refuse_rows(node, 1)
     element = _element(node, 1)
     if isinstance(element, (Shard, Blocks)) and element.axis == 0:
         raise Refused("%r joins a list of the towers' own examples along their axis: stack it, and reshape"
@@ -170,4 +182,5 @@ def size_of_list(node):
 
 @rule("TensorArrayGradV3", (Listed,), always=True)
 def gradient_of_list(node):
+    refuse_rows(node, 1)
     return node.decide([Replicate(), Listed(None)])

@@ -77,7 +77,7 @@ def reshape(node):
             continue
         outer = before // first
         times = _times(placement, element, outer, (after, some_after), known_product(whole[axis + 1:]),
-                       node.context.follows_turns)
+                       node.context.is_only_asked)
         if isinstance(placement, RowNumbers):
             if outer != 1:
                 raise Unfit()

@@ -2,8 +2,10 @@
 
 A write takes what the whole batch comes to, so that all towers would write the same; `towers.state` lets one do it.
 """
+import tensorflow.compat.v1 as tf
+
 from towers.sharding.nodes import Refused, Unfit
-from towers.sharding.placements import Replicate, Shard
+from towers.sharding.placements import InTurn, Listed, Replicate, Running, Shard
 from towers.sharding.rules.table import ANY, rule
 
 __all__ = []
@@ -28,7 +30,7 @@ def train(node):
 
 
 @rule("Assert NoOp ControlTrigger PrintV2 ImageSummary ImageSummaryV2 AudioSummary AudioSummaryV2 TensorSummary TensorSummaryV2 "
-      "ConsumeMutexLock", ANY)
+      "ConsumeMutexLock", ANY + (InTurn, Running))
 def of_the_tower(node):
     return node.decide(Replicate())
 
@@ -55,8 +57,13 @@ def handed_on(node):
     return node.decide([value.placement for value in node.inputs])
 
 
-@rule("Switch RefSwitch", ANY)
+@rule("Switch RefSwitch", ANY + (InTurn, Running))
 def switch(node):
+    if isinstance(node.inputs[1].placement, InTurn):  # an example chooses; where a Merge ends that, what it chose is its own
+        if not node.context.carries_turns and not node.of(Listed):
+            raise Unfit()
+        is_value = isinstance(node.inputs[0].placement, Replicate) and node.inputs[0].dtype != tf.resource
+        return node.decide(InTurn() if is_value else node.inputs[0].placement)
     return node.decide(node.inputs[0].placement, node.wanted([1]))
 
 

@@ -7,11 +7,12 @@ gets all inputs whole. What an op computes of whole inputs is whole, so that muc
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
 from towers.graph_walk import MERGES
+from towers.sharding.bodies import BODIES
 from towers.sharding.nodes import Refused, Replicated, Unfit
 from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum,
-                                        Running, Shard, Size)
+                                        Running, Shard, Size, Turn)
+from towers.sharding.rules.in_turn import of_number, of_turns
 from towers.sharding.rules.single_rows import drawn_in_a_turn, of_single_rows
-from towers.sharding.rules.turns import of_turns
 
 __all__ = ["ANY", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
 
@@ -81,6 +82,8 @@ def decide(node: Any) -> Optional[Any]:
     found = node.context.rules.get(node.type, node.context.of_unknown)
     if node.of(OneRow, RowSum) or node.context.join_of(node.op) is not None:
         return of_single_rows(node, found)
+    if node.of(Turn) and node.type not in MERGES and node.type not in BODIES:
+        return of_number(node, decide)
     if node.of(InTurn, Running) and node.type not in MERGES:
         return of_turns(node, found)
     if all(type(value.placement) is Replicate for value in node.inputs) and not (found and found.always):

@@ -2,11 +2,12 @@
 import tensorflow.compat.v1 as tf
 
 from towers.sharding.nodes import Refused, ShapeOf, Unfit
-from towers.sharding.placements import BATCH, Blocks, InTurn, Listed, Own, Replicate, Shard, Size, moved
+from towers.sharding.placements import BATCH, Blocks, InTurn, Listed, Own, Replicate, RowNumbers, Shard, Size, Turn, moved
 from towers.sharding.rules.lists import element_written
 from towers.sharding.rules.movement import is_of_size, shape_wanted
+from towers.sharding.rules.in_turn import is_stack_of_rows, refuse_rows
 from towers.sharding.rules.table import ANY, SUMS, rule
-from towers.sharding.rules.turns import is_list_of_rows, number_of_rows, row_read
+from towers.sharding.rules.turns import are_numbers, is_list_of_rows, number_of_rows, row_read
 
 __all__ = []
 
@@ -42,12 +43,18 @@ def _element(node):
 
 @rule("EmptyTensorList TensorListReserve", (Size, Own), always=True)
 def new_list(node):
+    if node.context.carries_turns and node.context.counts_rows(node.inputs[1].tensor):
+        return node.decide(Listed(None, BATCH), _of_any_size(node, 0))
     return node.decide(Listed(None), {**_of_any_size(node, 0), **node.wanted([1])})
 
 
-@rule("TensorListFromTensor", ELEMENTS + (Size, Own), always=True)
+@rule("TensorListFromTensor", ELEMENTS + (Size, Own, RowNumbers), always=True)
 def listed(node):
     placement = node.inputs[0].placement
+    if are_numbers(node.context, placement):
+        return node.decide(Listed(Turn(), BATCH))
+    if isinstance(placement, RowNumbers):
+        return _listed_whole(node)
     if is_list_of_rows(node.context, placement) and node.op not in node.context.whole_lists:
         return node.decide(Listed(InTurn(), BATCH))
     if isinstance(placement, (Shard, Blocks)):
@@ -116,6 +123,7 @@ def item(node):
 
 @rule("TensorListPopBack", (Listed, Size, Own), always=True)
 def pop(node):
+    refuse_rows(node, 0)
     element = _element(node)
     return node.decide([_list(node), element], _shape_of_element(node, 1, element))
 
@@ -128,7 +136,7 @@ def _list(node):
 @rule("TensorListStack TensorListGather", (Listed, Size, Own), always=True)
 def stacked(node):
     element, last = _element(node), len(node.inputs) - 1
-    if isinstance(element, InTurn) and node.inputs[0].placement.by_row:
+    if is_stack_of_rows(node, 0, numbers=1 if node.type == "TensorListGather" else None):
         return node.decide(Shard(0, BATCH, 1))
     found = moved(element, element.axis + 1) if isinstance(element, (Shard, Blocks)) else element
     wants = {**_shape_of_element(node, last, element), **node.wanted(range(1, last))}
@@ -147,6 +155,7 @@ def _stack_of_any_size(conversions, op, inputs):
 
 @rule("TensorListConcat TensorListConcatV2", (Listed, Size, Own), always=True)
 def joined_along_axis(node):
+    refuse_rows(node, 0)
     element = _element(node)
     if isinstance(element, (Shard, Blocks)) and element.axis == 0:
         raise Refused("%r joins a list of the towers' own examples along their axis: stack it, and reshape"
@@ -163,11 +172,13 @@ def length(node):
 
 @rule("TensorListElementShape", (Listed,), always=True)
 def element_shape(node):
+    refuse_rows(node, 0)
     return node.decide(Own() if isinstance(_element(node), (Shard, Blocks)) else Replicate())
 
 
 @rule("TensorListResize", (Listed,), always=True)
 def resized(node):
+    refuse_rows(node, 0)
     return node.decide(_list(node), node.wanted([1]))
 
 

@@ -1,0 +1,170 @@
+"""Loops of the graph over the examples stay each tower's own, so that N towers share their turns; else all take the whole batch.
+
+Each model is one tower's on the whole batch, in loss and gradients. What is lost without this file: `tf.map_fn` would cost each
+tower the turns of all, or be wrong where a turn takes more than its example.
+"""
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import build
+from tests.sweeps import covering
+from towers.testing import assert_equals_one_batch
+
+X = np.random.RandomState(0).randn(12, 4)
+
+
+def scaled(x):
+    return x * tf.get_variable("w", [4], tf.float64, initializer=tf.constant_initializer([.3, -.4, .5, .2]))
+
+
+def score(y):
+    """Something of all examples that is neither a sum nor a mean."""
+    return tf.reduce_max(y) * tf.reduce_mean(tf.tanh(y)) + tf.reduce_mean(y)
+
+
+def turns(x, turn, *state):
+    """Returns what a loop over the examples hands on, without its counter."""
+    n = tf.shape(x)[0]
+    return tf.while_loop(lambda i, *_: i < n, lambda i, *state: (i + 1,) + turn(i, *state), [tf.constant(0), *state])[1:]
+
+
+def zero(shape=()):
+    return tf.zeros(shape, tf.float64)
+
+
+def chosen(row):
+    total = tf.reduce_sum(row)
+    return tf.cond(total > 0, lambda: tf.constant(2., tf.float64), lambda: 0.5 * total)
+
+
+def inner_steps(row):
+    """A step of gradient descent for each example, as MAML's for each task."""
+    start = scaled(tf.ones([4], tf.float64))
+    loss = tf.reduce_mean(tf.square(tf.tanh(row * start) - 1))
+    return tf.reduce_sum(tf.tanh((start - 0.1 * tf.gradients(loss, start)[0]) * row))
+
+
+def until_large(row):
+    """A loop for each example that ends when the example wants it."""
+    count, total = tf.while_loop(lambda k, s: tf.reduce_sum(s) < 3., lambda k, s: (k + 1, s + tf.abs(row) + .3), [
+        tf.constant(0), zero([4])])
+    return tf.reduce_sum(total) * tf.cast(count, tf.float64)
+
+
+def written_in_branches(x):
+    h = scaled(x)
+
+    def turn(i, found):
+        return tf.cond(x[i, 0] > 0, lambda: found.write(i, tf.reduce_sum(h[i])), lambda: found.write(i, zero())),
+    return score(turns(x, turn, tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[]))[0].stack())
+
+
+def positive_mean(x):
+    h = scaled(x)
+    total, count = turns(x, lambda i, total, count: (
+        total + tf.nn.relu(tf.reduce_sum(h[i])), count + tf.cast(tf.reduce_sum(h[i]) > 0, tf.int32)), zero(), tf.constant(0))
+    return total / tf.cast(tf.maximum(count, 1), tf.float64)
+
+
+def by_the_last_number(x):
+    h, n = scaled(x), tf.shape(x)[0]
+    i, total = tf.while_loop(lambda i, _: i < n, lambda i, total: (i + 1, total + tf.tanh(tf.reduce_sum(h[i]))), [
+        tf.constant(0), zero()])
+    return tf.square(total / tf.cast(i, tf.float64))
+
+
+def kept_state(x):
+    total, mean = turns(x, lambda i, total, mean: (total + tf.tanh(tf.reduce_sum(x[i])), mean), zero(), tf.reduce_mean(scaled(x)))
+    return total * mean
+
+
+def standardized(x):
+    h = scaled(x)
+    mean, variance = tf.nn.moments(h, [0])
+    return score(tf.map_fn(lambda row: tf.reduce_sum(tf.tanh((row - mean) / tf.sqrt(variance + 0.1))), h))
+
+
+OWN = {  # loops of which each tower takes its own turns
+    "tf.map_fn": lambda x: score(tf.map_fn(lambda row: tf.tanh(row) - tf.reduce_mean(row), scaled(x))),
+    "of two, twice": lambda x: score(tf.map_fn(lambda pair: tf.reduce_sum(pair[0] * pair[1]), (
+        x, tf.map_fn(tf.tanh, scaled(x))), dtype=tf.float64)),
+    "a branch for each": lambda x: score(tf.map_fn(chosen, scaled(x))),
+    "a loop for each": lambda x: score(tf.map_fn(until_large, scaled(x))),
+    "a scan of each": lambda x: score(tf.map_fn(
+        lambda row: tf.reduce_sum(tf.scan(lambda s, v: tf.tanh(s * .5 + v), row, zero())), scaled(x))),
+    "a map of each": lambda x: score(tf.map_fn(lambda row: tf.reduce_sum(tf.map_fn(tf.tanh, row)), scaled(x))),
+    "steps for each": lambda x: score(tf.map_fn(inner_steps, x)),
+    "by numbers": lambda x: score(tf.map_fn(lambda i: tf.reduce_sum(scaled(x[i])), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
+    "against all": lambda x: score(tf.map_fn(lambda row: tf.reduce_max(tf.reduce_sum(tf.square(scaled(x) - row), 1)), x)),
+    "one of all": lambda x: score(tf.map_fn(lambda row: tf.reduce_sum(tf.gather(scaled(x)[:, 0], tf.cast(
+        row[0] > 0, tf.int32)) * row), x)),
+    "standardized before": standardized,
+    "of chosen entries": lambda x: score(tf.map_fn(lambda row: tf.reduce_logsumexp(tf.boolean_mask(row, row > -9)), scaled(x))),
+    "a sum": lambda x: tf.square(turns(x, lambda i, total: (total + tf.reduce_sum(scaled(x[i])),), zero())[0]),
+    "a sum upon 1.5": lambda x: tf.square(tf.foldl(lambda total, row: total + tf.reduce_sum(row), tf.tanh(scaled(x)),
+                                                   tf.constant(1.5, tf.float64))),
+    "a sum in branches": lambda x: tf.square(turns(x, lambda i, total: (tf.cond(
+        x[i, 0] > 0, lambda: total + tf.reduce_sum(x[i]), lambda: total),), zero())[0]) * tf.reduce_mean(scaled(x)),
+    "a sum in loops": lambda x: tf.square(turns(x, lambda i, total: (tf.while_loop(
+        lambda k, _: k < 3, lambda k, total: (k + 1, total + tf.tanh(x[i, k])), [tf.constant(0), total])[1],), zero())[0]
+                                          ) * tf.reduce_mean(scaled(x)),
+    "a sum and a count": positive_mean, "by the last number": by_the_last_number, "a state that stays": kept_state,
+    "written in branches": written_in_branches}
+
+WHOLE = {  # loops whose turns take more than their example, so that each tower takes all turns
+    "the last one": lambda x: turns(x, lambda i, last: (tf.tanh(tf.reduce_sum(scaled(x[i]))),), zero())[0],
+    "weights that fall": lambda x: turns(x, lambda i, total, weight: (
+        total + weight * tf.tanh(tf.reduce_sum(scaled(x[i]))), weight * .9), zero(), zero() + 1)[0],
+    "the number as a number": lambda x: score(tf.map_fn(
+        lambda i: tf.reduce_sum(scaled(x[i])) * tf.cast(i, tf.float64), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
+    "the next one": lambda x: turns(x, lambda i, total: (total + tf.reduce_sum(scaled(x[i]) * x[(i + 1) % tf.shape(x)[0]]),),
+                                    zero())[0],
+    "from the end": lambda x: score(tf.map_fn(
+        lambda i: tf.reduce_sum(scaled(x[i]) * x[tf.shape(x)[0] - 1 - i]), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
+    "a scan": lambda x: score(tf.scan(lambda state, row: tf.tanh(.5 * state + row), scaled(x), zero([4]))),
+    "products": lambda x: turns(x, lambda i, total: (total * (1 + .1 * tf.tanh(tf.reduce_sum(scaled(x[i])))),), zero() + 1)[0],
+    "all but the last": lambda x: tf.while_loop(
+        lambda i, _: i < tf.shape(x)[0] - 1, lambda i, total: (i + 1, total + tf.reduce_sum(tf.tanh(scaled(x[i])))), [
+            tf.constant(0), zero()])[1],
+    "until enough": lambda x: tf.while_loop(
+        lambda i, total: tf.logical_and(i < tf.shape(x)[0], total < 2.), lambda i, total: (
+            i + 1, total + tf.reduce_sum(tf.square(scaled(x[i])))), [tf.constant(0), zero()])[1],
+    "a count upon 5": lambda x: tf.reduce_mean(scaled(x)) * tf.cast(turns(x, lambda i, count: (
+        count + tf.cast(x[i, 0] > 0, tf.int32),), tf.constant(5))[0], tf.float64),
+    "pieces put together": lambda x: score(turns(x, lambda i, found: (found.write(i, tf.boolean_mask(scaled(x[i]), x[i] > 0)),), (
+        tf.TensorArray(tf.float64, tf.shape(x)[0], infer_shape=False, element_shape=[None])))[0].concat()),
+    "every other element": lambda x: score(turns(x, lambda i, found: (found.write(i, tf.reduce_sum(scaled(x[i]))),), (
+        tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[])))[0].gather(tf.range(0, tf.shape(x)[0], 2))),
+    "rows that a mask leaves": lambda x: score(tf.map_fn(tf.tanh, tf.boolean_mask(scaled(x), x[:, 0] > -.5)))}
+
+
+def gathers_its_turns(model, known):
+    """Tells whether towers gather what a loop reads, or meet for its numbers."""
+    with tf.Graph().as_default():
+        whole = towers.whole_batch(model)
+        build(whole, tf.constant(X) if known else tf.placeholder_with_default(X, [None, 4]), 3)
+    return not any(meeting.conversion == "sum" or "Stack/Tensor" in meeting.scope for meeting in whole.meetings)
+
+
+def assert_is_exact(model, known, sizes):
+    model = model if known else lambda x, model=model: model(tf.placeholder_with_default(x, [None, 4]))
+    assert_equals_one_batch(towers.whole_batch(model), (X[:sum(sizes)],), len(sizes), sizes=sizes, steps=2)
+
+
+@pytest.mark.parametrize("name,known", covering(sorted(OWN), [True, False], one_in=1))
+def test_each_tower_takes_its_own_turns(name, known):
+    model = OWN[name]
+    assert not gathers_its_turns(model, known)
+    assert_is_exact(model, known, [3, 5, 4])
+
+
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_a_tower_of_no_examples_takes_no_turn(name):
+    assert_is_exact(OWN[name], False, [4, 0, 3])
+
+
+@pytest.mark.parametrize("name,known", covering(sorted(WHOLE), [True, False], one_in=1))
+def test_what_takes_more_than_its_example_is_the_whole_batchs(name, known):
+    assert_is_exact(WHOLE[name], known, [3, 5, 4])
