@@ -8,7 +8,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from tests.support import build
+from tests.support import build, session
 from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
@@ -168,3 +168,40 @@ def test_a_tower_of_no_examples_takes_no_turn(name):
 @pytest.mark.parametrize("name,known", covering(sorted(WHOLE), [True, False], one_in=1))
 def test_what_takes_more_than_its_example_is_the_whole_batchs(name, known):
     assert_is_exact(WHOLE[name], known, [3, 5, 4])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_each_example_draws_for_itself(known):
+    """An image that is cropped and flipped in its turn is another one in each tower, and what is computed of all is of all."""
+    def model(x):
+        noise = tf.map_fn(lambda row: tf.random_uniform([3], dtype=row.dtype) + tf.cond(
+            tf.random_uniform([]) < 0.5, lambda: 0. * row[0], lambda: 0. * row[1]), x)
+        return {"loss": tf.reduce_max(noise) * tf.reduce_mean(scaled(x)), "noise": noise}
+    with tf.Graph().as_default():
+        whole = towers.whole_batch(model)
+        replicas = build(whole, tf.constant(X) if known else tf.placeholder_with_default(X, [None, 4]), 3)
+        with session() as sess:
+            sess.run(tf.global_variables_initializer())
+            noise, largest = sess.run([replicas.merged()["noise"], replicas.loss])
+            mean = np.mean(X * [.3, -.4, .5, .2])
+    assert noise.shape == (12, 3) and len(np.unique(noise)) == 36
+    assert any(meeting.conversion in ("sum", "gather") for meeting in whole.meetings)
+    assert 0.5 < largest / mean < 1
+
+
+def test_an_effect_in_a_turn_happens_once_for_each_example():
+    def model(x):
+        count = tf.get_variable("count", [], tf.float64, tf.zeros_initializer(), trainable=False, use_resource=True)
+
+        def turn(i, total):
+            with tf.control_dependencies([count.assign_add(1.)]):
+                return total + tf.tanh(tf.reduce_sum(scaled(x[i]))),
+        total = turns(x, turn, zero())[0]
+        with tf.control_dependencies([total]):
+            return {"loss": total, "count": count.read_value()}
+    for num_towers in (1, 3):
+        with tf.Graph().as_default():
+            replicas = build(towers.whole_batch(model), tf.placeholder_with_default(X, [None, 4]), num_towers)
+            with session() as sess:
+                sess.run(tf.global_variables_initializer())
+                assert sess.run(replicas.merged()["count"]) == 12

@@ -14,7 +14,7 @@ try:
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branches_of", "called_graph", "captured", "chosen_by", "control_flow_now", "control_flow_of", "counting_scopes_from",
+__all__ = ["branches_of", "called_graph", "captured", "chosen_by", "condition_of", "control_flow_now", "control_flow_of", "counting_scopes_from",
            "differentiate_op", "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded",
            "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow", "record_for_tapes",
            "rewire", "run_after", "runs_onednn", "scope_counts", "set_shape_attribute", "take_in", "take_into_flow", "taken_from_outside",
@@ -46,6 +46,11 @@ def is_in_loop(op):
 def is_loop(flow):
     """Tells whether what `control_flow_of` returned is a tf.while_loop (of control flow v1)."""
     return flow.IsWhileContext()
+
+
+def condition_of(flow):
+    """Returns what decides whether a tf.while_loop (of control flow v1) takes another turn, a tensor of it."""
+    return flow.pivot.op.inputs[0]
 
 
 def outer_control_flow(flow):

@@ -60,11 +60,11 @@ class Facts:
         self.given, self._whole, self.num_rows = given, whole, num_rows
         self.of_each, self.is_chosen = of_each, is_chosen
         self.placements, self.layers = {}, layers or {}  # (op, number) -> Placement, while they are found out
-        self.is_inner, self.is_whole, self.scope = outer is not None, is_whole, ""
+        self.is_inner, self.is_whole, self.is_in_turn, self.scope = outer is not None, is_whole, False, ""
         self.bodies, self.whole_lists, self.counters = (Bodies() if whole is None else whole.bodies, set(), set()) if (
             outer is None) else (outer.bodies, outer.whole_lists, outer.counters)
 
-    def through(self, op, body, placements, is_whole):
+    def through(self, op, body, placements, is_whole, is_turn=False):
         """Returns the `Plan` of a `Body` that an op calls.
 
         Args:
@@ -72,10 +72,11 @@ class Facts:
           body: `Body`.
           placements: list of `Placement`, of the body's inputs.
           is_whole: whether these are all the whole batch's.
+          is_turn: whether the body is the turn of a loop over the tower's examples.
         """
         given = {end_of(tensor): placement for tensor, placement in zip(body.inputs, placements)}
         inner = type(self)(given, self._whole, self.num_rows, outer=self, is_whole=is_whole or self.is_whole)
-        inner.follows_turns = self.follows_turns
+        inner.follows_turns, inner.is_in_turn = self.follows_turns, self.is_in_turn or is_turn
         inner.scope = self.scope + op.name + "/"
         return _Pass(_in_order(body.ops), inner, set(), set(), {}, OwnGradients([])).run()
 

@@ -200,10 +200,10 @@ def _writes(body, bodies):
 
 # The rules.
 
-def _through(node, body, values, is_whole, returns=None, varying=()):
+def _through(node, body, values, is_whole, varying=(), is_turn=False):
     """Returns the `Inner` of a function that takes some of an op's inputs, a list of `Value`."""
-    plan = node.context.through(node.op, body, [value.placement for value in values], is_whole)
-    return Inner(body, plan, returns or {}, frozenset(varying))
+    plan = node.context.through(node.op, body, [value.placement for value in values], is_whole, is_turn)
+    return Inner(body, plan, {}, frozenset(varying))
 
 
 def _value(node, inner, number):
@@ -331,7 +331,7 @@ def _decide_loop(node, wants, is_whole):
     node.context.counters.update(end_of(test.inputs[k]) for k in numbers)
     state = [_Placed(Turn()) if k in numbers else value for k, value in enumerate(node.inputs)]
     for _ in range(_MOST_TURNS):
-        inner = _through(node, turn, state, is_whole, varying=varying)
+        inner = _through(node, turn, state, is_whole, varying, bool(numbers))
         entry, placements = dict(wants), [value.placement for value in node.inputs]
         for k in numbers:
             placements[k] = Turn()
@@ -353,7 +353,7 @@ def _decide_loop(node, wants, is_whole):
         refuse_effects(turn.ops | test.ops, node.context.bodies)
     for k in varying if numbers else ():
         check_state(node.op.name, placements[k], inner.placement(turn.outputs[k]), False)
-    first = _through(node, test, state, is_whole, varying=varying)
+    first = _through(node, test, state, is_whole, varying)
     if isinstance(first.placement(test.outputs[0]), InTurn):
         placements = [chosen_in_turn(node.op.name, placement) if k in varying else placement for k, placement in enumerate(placements)]
     elif not isinstance(first.placement(test.outputs[0]), Replicate):

@@ -10,10 +10,10 @@ from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn
 from towers.sharding.rules.turns import (
-    IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn, number_of_rows, numbers_all_rows, source_of)
+    IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn, is_within_turn, number_of_rows, numbers_all_rows, source_of)
 from towers.static_values import static_value
 
-__all__ = ["check_state", "chosen_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number", "of_turns", "refuse_effects",
+__all__ = ["check_state", "chosen_in_turn", "is_drawn_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number", "of_turns", "refuse_effects",
            "refuse_other_states", "refuse_rows", "state_of_turn"]
 
 _HANDS_ON = frozenset("Identity Switch RefSwitch NextIteration RefNextIteration Enter RefEnter Exit RefExit".split())
@@ -58,6 +58,11 @@ def _of_lists(node, rule):
         return rule.function(node)
     except Unfit:
         raise Refused("%r computes of one example in the turn of a loop, in a way that is not followed." % node.op.name) from None
+
+
+def is_drawn_in_turn(node):
+    """Tells whether an op draws random numbers for an example in its turn: other ones for each."""
+    return "seed" in node.op.node_def.attr and is_stateful(node.op) and is_within_turn(node.context, node.op)
 
 
 def of_number(node, decide):
@@ -217,12 +222,13 @@ def _flows_of(op):
 
 
 def refuse_effects(ops, bodies):
-    """Raises `Refused` where the turns of a loop over the examples write or draw, which each tower would do for its own alone."""
+    """Raises `Refused` where the turns of a loop over the examples write, which each tower would do for its own alone."""
     for op in ops:
         if op.type in BODIES:
             for body in bodies.of(op):
                 refuse_effects(body.ops, bodies)
-        elif is_stateful(op) and op.type not in _WITHOUT_EFFECTS and not op.type.startswith("TensorArray"):
+        elif is_stateful(op) and op.type not in _WITHOUT_EFFECTS and not op.type.startswith("TensorArray") and (
+                "seed" not in op.node_def.attr):
             raise Refused("%r (%s) has effects, or a state, in the turns of a loop over the tower's examples." % (op.name, op.type))
 
 

@@ -11,7 +11,7 @@ from towers.sharding.bodies import BODIES
 from towers.sharding.nodes import Refused, Replicated, Unfit
 from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum,
                                         Running, Shard, Size, Turn)
-from towers.sharding.rules.in_turn import of_number, of_turns
+from towers.sharding.rules.in_turn import is_drawn_in_turn, of_number, of_turns
 from towers.sharding.rules.single_rows import drawn_in_a_turn, of_single_rows
 
 __all__ = ["ANY", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
@@ -84,6 +84,8 @@ def decide(node: Any) -> Optional[Any]:
         return of_single_rows(node, found)
     if node.of(Turn) and node.type not in MERGES and node.type not in BODIES:
         return of_number(node, decide)
+    if is_drawn_in_turn(node):
+        return node.decide(InTurn(), node.wanted(k for k, value in enumerate(node.inputs) if type(value.placement) is not InTurn))
     if node.of(InTurn, Running) and node.type not in MERGES:
         return of_turns(node, found)
     if all(type(value.placement) is Replicate for value in node.inputs) and not (found and found.always):

@@ -5,13 +5,13 @@ What such a loop is, and what its turns read and hand on; `towers.sharding.rules
 import numpy as np
 
 from towers.graph_walk import LOOPS_BACK, MERGES, end_of
-from towers.private import control_flow_of, is_loop, outer_control_flow
+from towers.private import condition_of, control_flow_of, is_loop, outer_control_flow
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import BATCH, Additive, Listed, RowNumbers, Shard, Turn, size_of
 from towers.static_values import static_value
 
 __all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "handed_back", "is_list_of_rows", "is_next", "is_over_rows", "is_turn",
-           "number_of_rows", "numbers_all_rows", "row_read", "source_of", "takes_its_row"]
+           "is_within_turn", "number_of_rows", "numbers_all_rows", "row_read", "source_of", "takes_its_row"]
 
 READS = frozenset(["TensorArrayReadV3", "TensorListGetItem"])
 IN_FRONT = frozenset(["ConcatV2", "ExpandDims", "Pack", "Reshape"])  # of an index: the number of its row stands first
@@ -102,13 +102,21 @@ def _bounds(facts, node, bound, numbers):
 
 def is_over_rows(facts, merge):
     """Tells whether what is handed from turn to turn belongs to a loop of control flow 1 with as many turns as examples."""
-    if facts.carries_turns and (facts.is_inner or _is_nested(merge)):
+    flow = control_flow_of(merge)
+    if flow is None or not is_loop(flow) or handed_back(merge) is None or facts.carries_turns and (facts.is_inner or _loops_around(merge)[1:]):
         return False  # one loop's rows are not the other's
-    for switch in merge.outputs[0].consumers():
-        if switch.type in ("Switch", "RefSwitch") and switch.inputs[1].op.type == "LoopCond":
-            return _holds_until_last_row(facts, switch.inputs[1].op.inputs[0], lambda number, bound: (
-                number.op.type in MERGES and _is_counter(number.op) and facts.counts_rows(bound)))
-    return False
+    return _takes_rows(facts, flow)
+
+
+def is_within_turn(facts, op):
+    """Tells whether an op stands in a loop over the tower's examples that stays the tower's own, in whatever branch or loop."""
+    return facts.carries_turns and (facts.is_in_turn or not facts.is_inner and any(
+        _takes_rows(facts, flow) for flow in _loops_around(op)[-1:]))
+
+
+def _takes_rows(facts, loop):
+    return _holds_until_last_row(facts, condition_of(loop), lambda number, bound: (
+        number.op.type in MERGES and _is_counter(number.op) and facts.counts_rows(bound)))
 
 
 def _holds_until_last_row(facts, condition, is_of_rows):
@@ -172,10 +180,10 @@ def _is_counter(merge):
         nexts[0].inputs[0].op, merge.outputs[0])
 
 
-def _is_nested(op):
-    """Tells whether a loop of control flow 1 that an op belongs to stands in another one."""
-    flow = control_flow_of(op)
-    flow = flow and outer_control_flow(flow)
-    while flow is not None and not is_loop(flow):
+def _loops_around(op):
+    """Returns the loops of control flow 1 that an op stands in, the inner ones first, a list."""
+    found, flow = [], control_flow_of(op)
+    while flow is not None:
+        found += [flow] if is_loop(flow) else []
         flow = outer_control_flow(flow)
-    return flow is not None
+    return found
