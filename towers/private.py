@@ -14,11 +14,12 @@ try:
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branches_of", "called_graph", "captured", "chosen_by", "condition_of", "control_flow_now", "control_flow_of", "counting_scopes_from",
-           "differentiate_op", "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded",
-           "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow", "record_for_tapes",
-           "rewire", "run_after", "runs_onednn", "scope_counts", "set_shape_attribute", "take_in", "take_into_flow", "taken_from_outside",
-           "wait_only_for", "waiting_for", "waits_for_branch_alone", "within_control_flow", "without_intermediates"]
+__all__ = ["branches_of", "called_graph", "captured", "chosen_by", "condition_of", "control_flow_now", "control_flow_of",
+           "counting_scopes_from", "differentiate_op", "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop",
+           "is_recorded", "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow",
+           "record_for_tapes", "rewire", "run_after", "runs_onednn", "scope_counts", "set_shape_attribute", "take_in",
+           "take_into_flow", "taken_from_outside", "wait_only_for", "waiting_for", "waits_for_branch_alone",
+           "within_control_flow", "without_intermediates"]
 
 
 def control_flow_now(graph):
@@ -73,7 +74,7 @@ def within_control_flow(flow):
 
 
 def chosen_by(merge):
-    """Returns the predicate by which a Merge ends a tf.cond of control flow v1, a tensor; None for one of a loop's, or another's."""
+    """Returns the predicate of the tf.cond (of control flow v1) that a Merge ends, a tensor; None for a loop's."""
     flows = [control_flow_of(tensor.op) for tensor in merge.inputs]
     if any(tensor.op.type.endswith("NextIteration") for tensor in merge.inputs):
         return None

@@ -27,7 +27,7 @@ def with_numbers(gradient, function):
 
 
 def as_dense(gradient, tensor):
-    """Returns the gradient of a tensor as one: what a loop of no turns adds up of slices does not know how many rows there are."""
+    """Returns the gradient of a tensor as one; what a loop of no turns adds up of slices does not say how many rows it has."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.convert_to_tensor(gradient)
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.shape(tensor)[0])

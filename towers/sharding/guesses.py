@@ -49,7 +49,8 @@ class Guesses(Facts):
     is_only_asked, of_unknown = True, UNKNOWN_RULE
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, ops=(), outer=None, is_whole=False, handed_on=None):
-        super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=ASKED_RULES, follows_turns=True)
+        super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=ASKED_RULES,
+                         follows_turns=True)
         self.handed_on = handed_on or {}
         self._turns, self._joins, self._varying, self._counts, self._of_variables = ({}, {}, set(), {num_rows}, {
             tuple(variable.shape.as_list()) for variable in tf.global_variables() if variable.shape.rank}) if outer is None else (

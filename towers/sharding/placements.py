@@ -228,7 +228,7 @@ class Running(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Turn(Placement):
-    """The number of the turn in such a loop, from 0 on: W(t) is t_i plus the number of the whole batch's row that is the first."""
+    """The number of the turn in such a loop, from 0 on: W(t) is t_i plus the number of the tower's first row in the batch."""
 
     def __str__(self):
         return "the number of a turn"

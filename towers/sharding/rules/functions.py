@@ -355,7 +355,8 @@ def _decide_loop(node, wants, is_whole):
         check_state(node.op.name, placements[k], inner.placement(turn.outputs[k]), False)
     first = _through(node, test, state, is_whole, varying)
     if isinstance(first.placement(test.outputs[0]), InTurn):
-        placements = [chosen_in_turn(node.op.name, placement) if k in varying else placement for k, placement in enumerate(placements)]
+        for k in varying:
+            placements[k] = chosen_in_turn(node.op.name, placements[k])
     elif not isinstance(first.placement(test.outputs[0]), Replicate):
         first.returns[0] = Replicated()
     placements = [Partial() if counters and isinstance(placement, Running) else number_of_rows(1) if isinstance(placement, Turn)

@@ -10,17 +10,18 @@ from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn
 from towers.sharding.rules.turns import (
-    IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn, is_within_turn, number_of_rows, numbers_all_rows, source_of)
+    IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn, is_within_turn, number_of_rows, numbers_all_rows,
+    source_of)
 from towers.static_values import static_value
 
-__all__ = ["check_state", "chosen_in_turn", "is_drawn_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number", "of_turns", "refuse_effects",
-           "refuse_other_states", "refuse_rows", "state_of_turn"]
+__all__ = ["check_state", "chosen_in_turn", "has_all_rows", "is_drawn_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number",
+           "of_turns", "refuse_effects", "refuse_other_states", "refuse_rows", "state_of_turn"]
 
 _HANDS_ON = frozenset("Identity Switch RefSwitch NextIteration RefNextIteration Enter RefEnter Exit RefExit".split())
 _SUMS = frozenset("Add AddN AddV2 Sub".split())
 _SLICES = {"Gather": (1,), "GatherV2": (1,), "Slice": (1,), "StridedSlice": (1, 2)}  # where the number of a row stands
 _AT = dict(_SLICES, TensorArrayReadV3=(1,), TensorArrayWriteV3=(1,), TensorListGetItem=(1,), TensorListSetItem=(1,))
-_WITHOUT_EFFECTS = VARIABLES | frozenset("ReadVariableOp ResourceGather ResourceGatherNd VariableShape Assert Placeholder".split())
+_WITHOUT_EFFECTS = VARIABLES | frozenset("Assert ReadVariableOp ResourceGather ResourceGatherNd VariableShape".split())
 _ON_ITS_WAY = IN_FRONT | _HANDS_ON - EXITS | {"Cast"}
 
 
@@ -89,19 +90,19 @@ def of_number(node, decide):
         for k in numbers:
             node.inputs[k].placement = Turn()
         is_number = node.type in READS and isinstance(decision.outputs[0], Turn)
-        if is_number or all(isinstance(placement, InTurn) or _has_all_rows(placement) for placement in decision.outputs):
+        if is_number or all(isinstance(placement, InTurn) or has_all_rows(placement) for placement in decision.outputs):
             return decision
     raise Refused("%r (%s) computes with the number of a turn of a loop over the tower's examples." % (node.op.name, node.type))
 
 
-def _has_all_rows(placement):
+def has_all_rows(placement):
     """Tells whether a list has an element for each example."""
     return isinstance(placement, Listed) and placement.by_row is not None
 
 
 def refuse_rows(node, k):
     """Raises `Refused` where an input is a list of what turns made of all examples, which is to be taken in a stack."""
-    if node.context.carries_turns and _has_all_rows(node.inputs[k].placement):
+    if node.context.carries_turns and has_all_rows(node.inputs[k].placement):
         raise Refused("%r takes what turns of a loop over the tower's examples made otherwise than in a stack." % node.op.name)
 
 
@@ -117,7 +118,7 @@ def is_stack_of_rows(node, k, numbers=None):
       Refused: where towers of no examples would not know the shape of one, or others than all are taken.
     """
     placement = node.inputs[k].placement
-    if not (_has_all_rows(placement) and isinstance(placement.element, InTurn)):
+    if not (has_all_rows(placement) and isinstance(placement.element, InTurn)):
         return False
     if node.context.carries_turns:
         dims = node.outputs[0].dims
@@ -229,13 +230,13 @@ def refuse_effects(ops, bodies):
                 refuse_effects(body.ops, bodies)
         elif is_stateful(op) and op.type not in _WITHOUT_EFFECTS and not op.type.startswith("TensorArray") and (
                 "seed" not in op.node_def.attr):
-            raise Refused("%r (%s) has effects, or a state, in the turns of a loop over the tower's examples." % (op.name, op.type))
+            raise Refused("%r (%s) has effects, or a state, in turns of a loop over the tower's examples." % (op.name, op.type))
 
 
 def check_state(name, placement, back, is_kept):
     """Raises `Refused` where a turn of a loop over the examples takes more of the turns before than what they added up."""
     is_sum = isinstance(placement, Running) and isinstance(back, Running)
-    if not (is_kept or isinstance(placement, Turn) or is_sum or _has_all_rows(placement)):
+    if not (is_kept or isinstance(placement, Turn) or is_sum or has_all_rows(placement)):
         raise Refused("%r is what one turn of a loop over the tower's examples hands to the next." % name)
 
 

@@ -7,7 +7,7 @@ from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTur
                                         Shard, Size, Turn, moved, size_of)
 from towers.sharding.rules.pointwise import jointly_linear
 from towers.sharding.rules.table import ANY, SUMS, rule
-from towers.sharding.rules.in_turn import is_stack_of_rows, joined_in_turn, refuse_rows, state_of_turn
+from towers.sharding.rules.in_turn import has_all_rows, is_stack_of_rows, joined_in_turn, refuse_rows, state_of_turn
 from towers.sharding.rules.turns import are_numbers, is_list_of_rows, is_turn, number_of_rows, numbers_all_rows, row_read
 
 __all__ = ["element_written", "joined"]
@@ -105,7 +105,8 @@ def element_written(node, flow, value, placement, wants):
     """Returns the `Decision` of an op that writes what has a placement into a list."""
     others = node.wanted(k for k in range(len(node.inputs)) if k not in (flow, value))
     is_of_turn = value != 1 and is_turn(node.context, node.inputs[1].tensor)
-    if node.context.carries_turns and is_of_turn and isinstance(placement, (InTurn, Replicate)):
+    is_row = node.context.carries_turns and is_of_turn and isinstance(placement, (InTurn, Replicate))
+    if is_row and has_all_rows(node.inputs[flow].placement):
         return node.decide(Listed(InTurn(), BATCH), others)
     refuse_rows(node, flow)
     before = node.inputs[flow].placement
@@ -133,6 +134,8 @@ def scattered(node):
     is_numbers = are_numbers(node.context, placement)
     if is_numbers or is_list_of_rows(node.context, placement):
         numbers_all_rows(node, 1)
+        if node.context.carries_turns and not has_all_rows(node.inputs[3].placement):
+            raise Refused("%r puts the tower's examples into a list that is made for others." % node.op.name)
         return node.decide(Listed(Turn() if is_numbers else InTurn(), BATCH))
     if isinstance(placement, (Shard, Blocks)):
         if placement.axis == 0:

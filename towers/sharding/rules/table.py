@@ -92,7 +92,8 @@ def decide(node: Any) -> Optional[Any]:
         return None
     if found is None:
         return _without_rule(node)
-    unknown = [k for k, value in enumerate(node.inputs) if type(value.placement) not in found.knows]
+    unknown = [k for k, value in enumerate(node.inputs) if value.placement is not None and type(
+        value.placement) not in found.knows]
     kept = [node.inputs[k].placement for k in unknown]
     for k in unknown:
         node.inputs[k].make_whole()

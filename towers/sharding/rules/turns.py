@@ -10,8 +10,9 @@ from towers.sharding.nodes import Refused
 from towers.sharding.placements import BATCH, Additive, Listed, RowNumbers, Shard, Turn, size_of
 from towers.static_values import static_value
 
-__all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "handed_back", "is_list_of_rows", "is_next", "is_over_rows", "is_turn",
-           "is_within_turn", "number_of_rows", "numbers_all_rows", "row_read", "source_of", "takes_its_row"]
+__all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "handed_back", "is_list_of_rows", "is_next",
+           "is_over_rows", "is_turn", "is_within_turn", "number_of_rows", "numbers_all_rows", "row_read", "source_of",
+           "takes_its_row"]
 
 READS = frozenset(["TensorArrayReadV3", "TensorListGetItem"])
 IN_FRONT = frozenset(["ConcatV2", "ExpandDims", "Pack", "Reshape"])  # of an index: the number of its row stands first
@@ -36,7 +37,7 @@ def are_numbers(facts, placement):
 
 
 def numbers_all_rows(node, k):
-    """Raises `Refused` where the elements of a list of examples are put in or taken out by others than the rows' own numbers."""
+    """Raises `Refused` where the elements of a list of examples are put in or taken out by others than their numbers."""
     if node.context.carries_turns and not are_numbers(node.context, node.inputs[k].placement):
         raise Refused("%r takes the elements of a list of the tower's examples by other numbers than theirs." % node.op.name)
 
@@ -102,10 +103,9 @@ def _bounds(facts, node, bound, numbers):
 
 def is_over_rows(facts, merge):
     """Tells whether what is handed from turn to turn belongs to a loop of control flow 1 with as many turns as examples."""
-    flow = control_flow_of(merge)
-    if flow is None or not is_loop(flow) or handed_back(merge) is None or facts.carries_turns and (facts.is_inner or _loops_around(merge)[1:]):
-        return False  # one loop's rows are not the other's
-    return _takes_rows(facts, flow)
+    loops = _loops_around(merge)
+    is_within = facts.carries_turns and (facts.is_inner or len(loops) > 1)  # one loop's rows are not the other's
+    return handed_back(merge) is not None and not is_within and _takes_rows(facts, loops[0])
 
 
 def is_within_turn(facts, op):
@@ -120,7 +120,7 @@ def _takes_rows(facts, loop):
 
 
 def _holds_until_last_row(facts, condition, is_of_rows):
-    """Tells whether the numbers that a loop compares are those of its turn and of the examples; if it is carried out, all are."""
+    """Tells whether a loop compares numbers of its turn and of the examples, and if it stays the tower's own nothing else."""
     found, others = [], []
     stack = [condition]
     while stack:
