@@ -10,16 +10,17 @@ from tensorflow.python.ops import control_flow_util_v2
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.gradient_hook import with_gradient
-from towers.private import (branches_of, called_graph, control_flow_now, control_flow_of, forward_op_of,
+from towers.graph_walk import ancestors
+from towers.private import (branches_of, called_graph, chosen_by, condition_of, control_flow_now, control_flow_of, forward_op_of,
                             is_deterministic, is_differentiable, is_recorded, not_recorded,
-                            outer_control_flow, rewire, run_after, runs_onednn, take_in, taken_from_outside,
+                            outer_control_flow, rewire, run_after, runs_onednn, set_shape_attribute, take_in, taken_from_outside,
                             wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
                             without_intermediates)
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
                      r"set_attr|[gs]et_control_flow_context|original_op)\b|"
-                     r"\.Is(Cond|While)Context|\.(Enter|Exit)\(|\.(loop_exits|outer_context|pred|branch)\b|"
+                     r"\.Is(Cond|While)Context|\.(Enter|Exit)\(|\.(loop_exits|outer_context|pivot|pred|branch)\b|"
                      r"tensorflow\.python|tensorflow_core")
 
 
@@ -153,6 +154,36 @@ def test_the_branch_of_a_cond_and_its_predicate_are_known():
     assert [[number for _, number in branches] for branches in found] == [[1], [0]]
     assert all(of_branch is predicate or of_branch.op.inputs[0] is predicate for (of_branch, _), in found)
     assert [[number for _, number in branches_of(tensor.op)] for tensor in made[1]] == [[1, 1], [0, 1], [1, 0], [0, 0]]
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
+def test_what_a_cond_goes_by_and_what_a_loop_goes_on_by_is_known():
+    predicate, made = tf.placeholder(tf.bool, []), []
+
+    def condition(i):
+        made.append(i < 3)
+        return made[0]
+
+    def turn(i):
+        made.append(i)
+        return tf.cond(predicate, lambda: i + 1, lambda: i + 2)
+
+    tf.while_loop(condition, turn, [tf.constant(0)])
+    assert condition_of(control_flow_of(made[1].op)) is made[0]
+    merges = [op for op in tf.get_default_graph().get_operations() if op.type == "Merge"]
+    inner, = [op for op in merges if chosen_by(op) is not None]
+    sources = ancestors([chosen_by(inner).op])
+    assert predicate.op in sources and len(merges) == 2
+
+
+def test_the_shape_that_an_op_is_told_is_that_of_what_it_makes_of_nothing():
+    array = tf.raw_ops.TensorArrayV3(size=0, dtype=tf.float32)
+    found = tf.raw_ops.TensorArrayGatherV3(handle=array[0], indices=tf.zeros([0], tf.int32), flow_in=array[1], dtype=tf.float32)
+    with pytest.raises(tf.errors.UnimplementedError, match="element shape"):
+        run(found)
+    again = tf.raw_ops.TensorArrayGatherV3(handle=array[0], indices=tf.zeros([0], tf.int32), flow_in=array[1], dtype=tf.float32)
+    set_shape_attribute(again.op, "element_shape", [3, 2])
+    assert run(again).shape == (0, 3, 2)
 
 
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
