@@ -250,7 +250,7 @@ def test_initializers_and_constraints_reach_the_variables():
             gamma_constraint=lambda gamma: tf.minimum(gamma, 0.5)))
 
     replicas = build(model, (np.random.randn(4, 3).astype(np.float32),), 2)
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "none")
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops="none")
     _, before, after = train_by(train_op, replicas.loss, 1)
     assert [before["bn/" + name][0] for name in ("gamma", "beta", "moving_mean", "moving_variance")] == [2, 3, 4, 5]
     assert (after["bn/gamma"] == 0.5).all()

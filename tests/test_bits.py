@@ -37,7 +37,7 @@ def trained(num_towers, devices, aggregation_device, optimizer, policy, steps=20
         tf.set_random_seed(0)
         builder = towers.TowerBuilder(devices, aggregation_device, num_towers=num_towers)
         replicas = builder.build(model, (IMAGES, LABELS))
-        train_op = towers.minimize(replicas, OPTIMIZERS[optimizer](), policy)
+        train_op = towers.minimize(replicas, OPTIMIZERS[optimizer](), update_ops=policy)
         saver = tf.train.Saver()
         with session() as made:
             if restore:

@@ -163,7 +163,7 @@ def test_name_scopes_and_devices_are_those_of_the_towers():
 
 def test_batch_is_split_on_the_host_and_no_collective_op_is_built():
     replicas = towers.TowerBuilder(["/cpu:1", "/cpu:2"]).build(layered, (tf.placeholder(tf.float32, [None, 3]),))
-    towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all")
+    towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops="all")
     ops = tf.get_default_graph().get_operations()
     splits = [op for op in ops if op.name.startswith("split_batch/")]
     assert splits and all(op.device.lower().endswith("cpu:0") for op in splits)

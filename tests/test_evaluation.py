@@ -114,7 +114,7 @@ def test_metrics_among_the_update_ops_count_each_example_once_under_every_policy
         return tf.reduce_mean(x * tf.get_variable("w", [3], tf.float64))
 
     replicas = build(model, data(), 3)
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), policy)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops=policy)
     with session() as made:
         assert run_to_the_end(made, train_op) == 16
         assert made.run(tf.get_collection("values")[0]) == pytest.approx(METRICS[name][1](), rel=1e-5)

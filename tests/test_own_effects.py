@@ -166,7 +166,8 @@ def test_a_branch_in_the_update_collection_is_left_to_the_policy(resource):
     for policy, chosen in [("first", 0), ("last", 2)]:
         with tf.Graph().as_default():
             replicas = build(model, (X,), 3)
-            _, _, found = train_by(towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), policy), replicas.loss, 1)
+            train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops=policy)
+            _, _, found = train_by(train_op, replicas.loss, 1)
         np.testing.assert_allclose([found["total"], found["step"]], [np.array_split(X, 3)[chosen].sum(), 1], rtol=1e-12)
 
 

@@ -185,7 +185,7 @@ def test_collected_counter_counts_once_under_every_policy(policy, wanted, resour
         return tf.reduce_mean((x * variable("w", [3], resource, value=0.5)) ** 2)
 
     replicas = build(model, (X,), 3)
-    _, _, after = train_by(towers.minimize(replicas, SGD(0.1), policy), replicas.loss, 4)
+    _, _, after = train_by(towers.minimize(replicas, SGD(0.1), update_ops=policy), replicas.loss, 4)
     assert after["count"] == wanted
 
 
@@ -475,7 +475,7 @@ def test_updates_of_a_towers_own_data_are_left_to_the_policy_and_write_after_all
         return tf.reduce_mean(y ** 2)
 
     replicas = build(model, (X,), 3)
-    losses, _, after = train_by(towers.minimize(replicas, SGD(0.0), policy), replicas.loss, 4)
+    losses, _, after = train_by(towers.minimize(replicas, SGD(0.0), update_ops=policy), replicas.loss, 4)
     moving = np.full(3, 0.2)
     for loss in losses:
         assert loss == pytest.approx((np.tanh(X * 0.5 - moving) ** 2).mean(), rel=1e-12)

@@ -50,7 +50,7 @@ def moving_average(policy, num_towers, steps):
     also=lambda policy, num_towers, resource: policy == "all" and num_towers == 2 and resource))
 def test_moving_average_of_every_policy_equals_numpy(policy, num_towers, resource):
     replicas = build(ordinary(resource), (X,), num_towers)
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), policy)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), update_ops=policy)
     _, _, after = train_by(train_op, replicas.loss, 7)
     np.testing.assert_allclose(after["layer/moving"], moving_average(policy, num_towers, 7), rtol=1e-5)
 
@@ -76,7 +76,7 @@ def test_all_towers_updates_of_tf_layers_equal_numpy():
         return tf.reduce_mean(tf.layers.batch_normalization(x, momentum=DECAY, training=True, name="bn") ** 2)
 
     replicas = build(model, (X,), 3)
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), "all")
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), update_ops="all")
     _, _, after = train_by(train_op, replicas.loss, 5)
     mean, variance = np.zeros(4), np.ones(4)
     for _ in range(5):
@@ -100,7 +100,7 @@ def test_sync_batch_norm_updates_once_a_step_under_every_policy_but_none(policy,
 
     replicas = build(model, (X,), 3)
     assert len(collect_update_ops(replicas, policy)) == 2 * updates
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.0), policy)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.0), update_ops=policy)
     _, _, after = train_by(train_op, replicas.loss, 4)
     kept = DECAY ** (4 * updates)
     np.testing.assert_allclose(after["bn/moving_mean"], (1 - kept) * X.mean(0, dtype=np.float64), rtol=1e-5, atol=1e-6)
@@ -114,7 +114,7 @@ def test_shared_update_of_anyone_runs_once():
         return tf.reduce_mean(x * tf.get_variable("w", [4]))
 
     replicas = build(model, (X,), 3)
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "last")
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops="last")
     assert train_by(train_op, replicas.loss, 5)[2]["counter"] == 5
 
 
@@ -144,7 +144,7 @@ def test_update_ops_are_a_policy_or_a_list_wherever_they_stand(given):
                 made.run(fetch)
                 return made.run(moving)
 
-    whole = moved(lambda replicas, optimizer, own: towers.minimize(replicas, optimizer, own))
+    whole = moved(lambda replicas, optimizer, own: towers.minimize(replicas, optimizer, update_ops=own))
     in_parts = moved(lambda replicas, optimizer, own: towers.average_gradients(
         replicas, towers.compute_gradients(replicas, optimizer), own)[0][0])
     policy = "first" if given is list else given or "none"
@@ -152,10 +152,30 @@ def test_update_ops_are_a_policy_or_a_list_wherever_they_stand(given):
     np.testing.assert_array_equal(in_parts, whole)
 
 
+def test_a_list_of_all_towers_updates_runs_one_after_the_other(resource):
+    """As `tf.get_collection(tf.GraphKeys.UPDATE_OPS)` holds them; before, they raced."""
+    replicas = build(ordinary(resource), (X,), 6)
+    updates = tf.get_collection(tf.GraphKeys.UPDATE_OPS)
+    assert len(updates) == 6
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), update_ops=updates)
+    _, _, after = train_by(train_op, replicas.loss, 7)
+    np.testing.assert_allclose(after["layer/moving"], moving_average("all", 6, 7), rtol=1e-5)
+
+
+def test_variables_in_the_place_of_update_ops_are_refused_by_the_argument_that_was_meant(resource):
+    replicas, optimizer = build(ordinary(resource), (X,), 2), tf.train.GradientDescentOptimizer(1.0)
+    with pytest.raises(TypeError, match="not the variable 'layer/w:0'. Were variables to train meant, var_list=?"):
+        towers.minimize(replicas, optimizer, update_ops=tf.trainable_variables())
+    with pytest.raises(TypeError, match="not the variable 'global_step:0'. Was it meant as global_step=?"):
+        towers.minimize(replicas, optimizer, update_ops=tf.train.get_or_create_global_step())
+    with pytest.raises(TypeError, match="positional argument"):
+        towers.minimize(replicas, optimizer, tf.trainable_variables())
+
+
 def test_update_ops_that_are_none_are_refused():
     replicas = build(ordinary(False), (X,), 2)
     with pytest.raises(TypeError, match="An update op is an operation or a tensor, not 'first'"):
-        towers.minimize(replicas, tf.train.GradientDescentOptimizer(1.0), ["first"])
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(1.0), update_ops=["first"])
 
 
 @pytest.mark.parametrize("policy", ["tower_0", None, True])
@@ -193,7 +213,7 @@ def test_an_update_that_is_the_result_of_a_cond_runs_where_the_cond_says():
     replicas = build(model, (X,), 2)
     with pytest.raises(ValueError, match="can't run one after the other: 'tower_0/.*cond.*' stands inside a tf.cond."):
         collect_update_ops(replicas, "all")
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "first")
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops="first")
     with session() as made:
         for value, wanted in ((True, 1), (False, 1), (True, 2)):
             made.run(train_op, {flag: value})
@@ -209,7 +229,7 @@ def test_an_update_may_need_the_result_of_a_loop(policy):
         return tf.reduce_mean(x * tf.get_variable("w", [4]))
 
     replicas = build(model, (np.ones([4, 4], np.float32),), 2)
-    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), policy)
+    train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops=policy)
     with session() as made:
         made.run(train_op)
         np.testing.assert_array_equal(made.run(tf.global_variables()[0]), [8 * len(replicas) ** (policy == "all")] * 4)
@@ -242,7 +262,7 @@ def test_updates_that_the_outputs_wait_for_run_in_the_order_of_the_towers(resour
         with tf.Graph().as_default():
             with pytest.warns(UserWarning, match="writes the variable 'layer/moving' by what it computed of its own batch"):
                 replicas = build(model, (X,), 3)
-            train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), policy)
+            train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.01), update_ops=policy)
             _, _, after = train_by(train_op, replicas.loss, 7)
             np.testing.assert_allclose(after["layer/moving"], moving_average("all", 3, 7), rtol=1e-5)
 
@@ -271,7 +291,7 @@ def test_nothing_is_said_of_models_whose_updates_are_collected():
 
 def test_update_devices_do_not_depend_on_the_tower():
     replicas = towers.TowerBuilder(cpus(2)).build(lambda x: tf.reduce_mean(tf_syncbn.sync_batch_norm(x) ** 2), (X,))
-    run(towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all"))
+    run(towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops="all"))
 
 
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has Keras 3, which has no graph mode")

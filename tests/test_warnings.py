@@ -63,7 +63,8 @@ BUILD = """
     replicas = builder.build(model_fn, (images, labels))
     step = tf.train.get_or_create_global_step()
     transforms = [towers.accumulate(1), towers.clip_by_global_norm(5.0), towers.check_finite()]
-    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9), "all", transforms, step)
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.1, 0.9), update_ops="all", transforms=transforms,
+                               global_step=step)
     converted = builder.build(tf_syncbn.convert_model(plain), (images,))
     steps = towers.repeat(lambda: (converted.loss, towers.minimize(converted, tf.train.AdamOptimizer())), 2)
     fetches = [replicas.merged(), replicas.loss, train_op, steps]

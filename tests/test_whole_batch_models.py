@@ -228,7 +228,7 @@ def test_state_is_written_by_one_tower(model):
         """Returns how often a training step writes each variable."""
         with tf.Graph().as_default():
             replicas = build(towers.whole_batch(model), (X, LABELS), num_towers)
-            train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all")
+            train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops="all")
             return collections.Counter(v.name for each in writes_of(ancestors([train_op])).values() for v in each)
     found = written(3)
     assert found == written(1)

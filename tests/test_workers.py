@@ -116,7 +116,7 @@ def test_two_workers_with_two_towers_are_four_towers(ran, group, update_ops):
     ends = np.cumsum([0, 3, 1, 4, 2])
     batch = towers.PerTower([(x[a:b], labels[a:b]) for a, b in zip(ends, ends[1:])])
     replicas = towers.TowerBuilder(cpus(4)).build(worker_programs.split_model(), batch)
-    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
+    train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops=update_ops)
     losses, _, after = train_by(train_op, replicas.loss, worker_programs.STEPS)
     for rank in range(2):
         assert_equal(saved(ran(group)[0] / ("%s_%d_0.npz" % (update_ops, rank))), dict(after, losses=losses), 1e-12)

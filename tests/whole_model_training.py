@@ -145,7 +145,7 @@ def _tower_step(case, replicas, key, left_out):
         "accumulate": lambda: towers.accumulate(ACCUMULATED),
         "mask_gradients": lambda: towers.mask_gradients({HEAD: MASK})}
     chosen = [transforms[name]() for name in _transforms(case, left_out)]
-    train_op = towers.minimize(replicas, OPTIMIZERS[training.optimizer](), training.policy, [note] + chosen,
+    train_op = towers.minimize(replicas, OPTIMIZERS[training.optimizer](), update_ops=training.policy, transforms=[note] + chosen,
                                var_list=_variables(left_out), loss=key)
     return Step(replicas.loss if key is None else replicas.merged()[key], _dense(seen), train_op)
 

@@ -152,7 +152,7 @@ def _ends(workers, which, sizes, known, update_ops, many):
         model_fn = model(seed=10 * workers.rank) if which == "whole" else split_model()
         replicas = towers.TowerBuilder(cpus(len(sizes[workers.rank])), workers=workers).build(
             model_fn, batches(workers, sizes, known))
-        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops)
+        train_op = towers.minimize(replicas, tf.train.MomentumOptimizer(0.01, 0.9), update_ops=update_ops)
         with tf.control_dependencies([train_op]):
             return {"loss": tf.identity(replicas.loss), "weight": tf.identity(replicas.weight),
                     "index": tf.constant([tower.context.index for tower in replicas])}
@@ -290,7 +290,8 @@ def _fail(workers, what):
         variables = tf.trainable_variables()
         if what == "loss":
             tf.gradients(replicas.loss, variables)
-        train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), "all" if what == "all" else "first",
+        policy = "all" if what == "all" else "first"
+        train_op = towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops=policy,
                                    var_list=variables[:1] if what == "gradients" and second else None)
         broadcast = workers.broadcast_variables()
         with workers.session() as session:

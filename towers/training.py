@@ -13,7 +13,7 @@ from towers.variable_placement import warn_of_stale_reads
 __all__ = ["minimize"]
 
 
-def minimize(replicas: Towers, optimizer: Optimizer, update_ops: UpdateOps = "first",
+def minimize(replicas: Towers, optimizer: Optimizer, *, update_ops: UpdateOps = "first",
              transforms: Transforms = (), global_step: Optional[Variable] = None, var_list: Optional[Sequence[Variable]] = None,
              loss: Union[str, Callable[[Tower], Tensor], Sequence[Tensor], None] = None, pack: bool = False) -> Operation:
     """Builds the op of one training step on all towers.
@@ -24,7 +24,8 @@ def minimize(replicas: Towers, optimizer: Optimizer, update_ops: UpdateOps = "fi
     Args:
       replicas: `Towers` with a loss.
       optimizer: a `tf.train.Optimizer`. Its slots are made outside of the towers' scopes.
-      update_ops: "first", "all", "last" or "none", see `collect_update_ops`, or a list of operations and tensors.
+      update_ops: "first", "all", "last" or "none", see `collect_update_ops`, or a list of operations and tensors, of which those
+        of several towers run as by "all".
       transforms: list of what becomes of averaged gradients, the gradients of the global batch, in this order:
         `towers.clip_by_global_norm`, `clip_by_value`, `check_finite`, `mask_gradients`, `scale_loss`, `accumulate`, or a
         function of yours, of a list of (gradient, variable), that returns such a list.

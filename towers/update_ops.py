@@ -11,7 +11,8 @@ import tensorflow.compat.v1 as tf
 from towers.annotations import Operation
 from towers.context import check_graph
 from towers.exchanges import stands_at_exchange
-from towers.graph_walk import BRANCHES, EXITS, MERGES, ancestors, op_of, written_variable, written_variables
+from towers.graph_walk import (
+    BRANCHES, EXITS, MERGES, ancestors, is_variable, op_of, written_variable, written_variables)
 from towers.keras3 import CURE, made_by_keras3
 from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.ordering import READS, read_after
@@ -77,11 +78,20 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
 
 def chosen_update_ops(replicas, update_ops):
     """Returns what the argument `update_ops` names wherever it stands: those of a policy, or those of a list as they are."""
+    if is_variable(update_ops):
+        raise TypeError("update_ops is a policy or a list of operations, not the variable %r. Was it meant as global_step=?"
+                        % update_ops.name)
     if isinstance(update_ops, (list, tuple)):
         for update in update_ops:
+            if is_variable(update):
+                raise TypeError("An update op is an operation or a tensor, not the variable %r. Were variables to train meant, "
+                                "var_list=?" % update.name)
             if not isinstance(op_of(update), tf.Operation):
                 raise TypeError("An update op is an operation or a tensor, not %r." % (update,))
         if replicas.peers is None:
+            own = [[update for update in update_ops if op_of(update) in ops] for ops in (set(tower.ops) for tower in replicas)]
+            if sum(map(bool, own)) > 1:
+                _order(replicas, own)
             return list(update_ops)
         shared = set(map(id, replicas[0].context.shared_updates))
         own, of_all = ([update for update in update_ops if (id(update) in shared) == is_shared] for is_shared in (False, True))

@@ -111,7 +111,7 @@ class Training:
         replicas = towers.TowerBuilder(devices, num_towers=number, workers=workers).build(task.model_fn, self.pipeline.batch)
         rate = learning_rate(self.global_step, self.num_steps, settings.learning_rate, settings.warmup_steps, task.decay)
         self.train_op = towers.minimize(
-            replicas, task.optimizer(rate), settings.update_ops, global_step=self.global_step)
+            replicas, task.optimizer(rate), update_ops=settings.update_ops, global_step=self.global_step)
         tf.summary.scalar("learning_rate", rate)
         self.summary = tf.summary.merge_all()
         self.loss, self.accuracy = replicas.loss, replicas.merged()["accuracy"]
