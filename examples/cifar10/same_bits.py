@@ -25,7 +25,7 @@ from examples.cifar10 import data, train  # noqa: E402
 from examples.cifar10.arguments import add_data_arguments, load_data  # noqa: E402
 from examples.cifar10.model import resnet  # noqa: E402
 from examples.cifar10.task import cifar10  # noqa: E402
-from examples.training.command import positive_int, run  # noqa: E402
+from examples.training.command import positive_int, run, seed  # noqa: E402
 from examples.training.folder import UsageError, make_saver, restore  # noqa: E402
 from examples.training.graph import Training, alone  # noqa: E402
 
@@ -55,7 +55,7 @@ def parse_arguments(argv):
     parser.add_argument("--depth", type=int, default=8, help="6n + 2 (default 8)")
     parser.add_argument("--steps", type=positive_int, default=40, help="default 40")
     parser.add_argument("--threads", type=positive_int, help="threads of an op; default TensorFlow's, one for each core")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed, default=0, help="0 or more (default 0)")
     given = parser.parse_args(argv)
     settings = train.parse_arguments(["--steps", str(given.steps)])
     vars(settings).update(vars(given))

@@ -18,7 +18,7 @@ from examples.cifar10.arguments import TRAIN_DIR, add_data_arguments, load_data 
 from examples.cifar10.recipes import RECIPES  # noqa: E402
 from examples.cifar10.task import cifar10  # noqa: E402
 from examples.training import loop  # noqa: E402
-from examples.training.command import add_train_dir, add_training_arguments, positive_int, run  # noqa: E402
+from examples.training.command import add_train_dir, add_training_arguments, number, run  # noqa: E402
 
 
 def main(argv=None):
@@ -37,7 +37,7 @@ def parse_arguments(argv):
                         help="; ".join("%s: %s" % (name, recipe.what) for name, recipe in RECIPES.items()) + " (default cosine)")
     parser.add_argument("--label-smoothing", type=float, default=0.0,
                         help="the share of a label that is spread over all classes (default 0)")
-    parser.add_argument("--cutout", type=positive_int, default=0,
+    parser.add_argument("--cutout", type=number(int, 0, data.IMAGE_SHAPE[0]), default=0,
                         help="the side in pixels of a square that training images lose (default 0)")
     settings = parser.parse_args(argv)
     for name in ("epochs", "learning_rate", "warmup_steps", "weight_decay"):

@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from examples.segmentation.arguments import TRAIN_DIR, add_crop, add_data_dir, add_network, run_on_scenes  # noqa: E402
 from examples.segmentation.task import segmentation  # noqa: E402
 from examples.training import loop  # noqa: E402
-from examples.training.command import add_train_dir, add_training_arguments  # noqa: E402
+from examples.training.command import add_train_dir, add_training_arguments, number  # noqa: E402
 
 DEFAULTS = {"epochs": 200, "learning_rate": 0.05, "warmup_steps": 200, "weight_decay": 5e-4}
 
@@ -35,7 +35,7 @@ def parse_arguments(argv):
     add_crop(parser)
     parser.add_argument("--mask", action="store_true",
                         help="leave void, what images are filled up with too, out of the moments of batch norm")
-    parser.add_argument("--recolour", type=_share, default=0.0, metavar="SHARE",
+    parser.add_argument("--recolour", type=number(float, 0, 1), default=0.0, metavar="SHARE",
                         help="by how much saturation, contrast and brightness are changed at most, 0 to 1 (default 0)")
     parser.set_defaults(evaluate_every=10)
     settings = parser.parse_args(argv)
@@ -43,14 +43,6 @@ def parse_arguments(argv):
         if getattr(settings, name) is None:
             setattr(settings, name, value)
     return settings
-
-
-def _share(text):
-    """Returns a float from 0 to 1, for argparse."""
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError("%s is not from 0 to 1" % text)
-    return value
 
 
 def train(settings, dataset):

@@ -1,12 +1,13 @@
 """Command lines: what those of all examples have in common."""
 import argparse
+import math
 
 import tensorflow.compat.v1 as tf
 
 from examples.training.folder import UsageError
 from examples.training.report import exit_status
 
-__all__ = ["add_train_dir", "add_training_arguments", "positive_int", "run"]
+__all__ = ["add_train_dir", "add_training_arguments", "number", "positive_int", "run", "seed"]
 
 
 def run(command, *mistakes):
@@ -21,12 +22,29 @@ def run(command, *mistakes):
     return exit_status(lambda: command() or 0, UsageError, *mistakes)
 
 
-def positive_int(text):
-    """Returns an int of 1 or more, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("%s is not 1 or more" % text)
-    return value
+def number(kind, low, high=math.inf, above=False):
+    """Returns a function that makes a number of an argument's text, for argparse.
+
+    Args:
+      kind: int or float.
+      low, high: numbers, the least and the greatest that it may be.
+      above: whether it has to be more than `low`.
+    """
+    what = "above %g" % low if above else "%g or more" % low if high == math.inf else "from %g to %g" % (low, high)
+
+    def made(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError("%s is no %s" % (text, "whole number" if kind is int else "number")) from None
+        if not (math.isfinite(value) and low <= value <= high) or above and value == low:
+            raise argparse.ArgumentTypeError("%s is not %s" % (text, what))
+        return value
+    return made
+
+
+positive_int = number(int, 1)
+seed = number(int, 0, 2 ** 31 - 1)
 
 
 def add_train_dir(parser, default):
@@ -53,10 +71,10 @@ def add_training_arguments(parser, batch_size, recipe):
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=positive_int, help=recipe("epochs"))
     length.add_argument("--steps", type=positive_int, help="instead of --epochs")
-    parser.add_argument("--learning-rate", type=float, help="at its peak, " + recipe("learning_rate"))
-    parser.add_argument("--warmup-steps", type=int,
+    parser.add_argument("--learning-rate", type=number(float, 0), help="at its peak, " + recipe("learning_rate"))
+    parser.add_argument("--warmup-steps", type=number(int, 0),
                         help="in which the rate rises to its peak, at most a tenth of all steps; " + recipe("warmup_steps"))
-    parser.add_argument("--weight-decay", type=float, help=recipe("weight_decay"))
+    parser.add_argument("--weight-decay", type=number(float, 0), help=recipe("weight_decay"))
     parser.add_argument("--save-every", type=positive_int, default=200, metavar="STEPS", help="default 200")
-    parser.add_argument("--evaluate-every", type=positive_int, default=1, metavar="EPOCHS", help="default 1")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--evaluate-every", type=positive_int, default=1, metavar="EPOCHS", help="default %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, help="0 or more (default 0)")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from examples.training.command import positive_int
+from examples.training.command import number, positive_int
 from examples.training.comparison import FIRST_STEPS, draw, read, table
 from examples.training.folder import UsageError
 from examples.training.graph import Training, alone, tower_devices
@@ -43,7 +43,7 @@ def add_arguments(parser, batch_size, steps, rate_of_an_image, out):
     parser.add_argument("--images-a-tower", type=positive_int, default=2, help="of the synced and unsynced towers (default 2)")
     parser.add_argument("--seeds", type=positive_int, default=3, help="how many, from 0 on (default 3)")
     parser.add_argument("--steps", type=positive_int, default=steps, help="of each training (default %d)" % steps)
-    parser.add_argument("--learning-rate", type=float,
+    parser.add_argument("--learning-rate", type=number(float, 0),
                         help="at its peak (default %.3g times the batch size)" % rate_of_an_image)
     parser.add_argument("--out", default=out, help="folder of compare.json and compare.png (default %s)" % out)
 

@@ -116,7 +116,7 @@ def _run(settings, training, session, interruption, record):
             if step == last or ends_epoch or step % settings.save_every == 0:
                 record.save(step)
             if ends_epoch:
-                record.restart_clock(step)  # evaluating and saving are no training
+                record.restart_clock()  # evaluating and saving are no training
             if step < last and interruption.came(training, session):
                 break
         record.save(step)

@@ -43,9 +43,9 @@ class Record:
         """Prints a line."""
         print(line)
 
-    def restart_clock(self, step):
-        """Leaves what was done since the last line, an evaluation say, out of the images/s."""
-        self._progress.restart_clock(step)
+    def restart_clock(self):
+        """Leaves what was done since the last step, an evaluation say, out of the images/s."""
+        self._progress.restart_clock()
 
     def wants_summary(self, step):
         """Tells whether a step's summary is to be added."""

@@ -59,27 +59,35 @@ class Progress:
         self._last_step, self._batch_size, self._between = last_step, batch_size, seconds_between_lines
         self._interactive = sys.stderr.isatty()
         self._bar = tqdm.tqdm(total=last_step, initial=first_step, unit="step", disable=not self._interactive)
-        self._said, self._said_step = time.time(), first_step
-        self._recent = []
+        self._said, self._recent = time.time(), []
+        self._last_end = None  # when the last step ended, or what came between; the first step waits for more than training
+        self._seconds, self._steps = 0.0, 0  # of training, since the last line
 
     def step(self, step, loss, accuracy):
         """Notes a finished step."""
         self._recent = self._recent[-49:] + [(loss, accuracy)]
         self._bar.update(1)
-        elapsed = time.time() - self._said
-        if elapsed >= (0.5 if self._interactive else self._between) or step == self._last_step:
-            loss, accuracy = (sum(column) / len(self._recent) for column in zip(*self._recent))
-            rate = (step - self._said_step) * self._batch_size / max(elapsed, 1e-9)
-            if self._interactive:
-                self._bar.set_postfix_str("loss %.3f, accuracy %.1f %%, %.0f images/s" % (loss, 100 * accuracy, rate))
-            else:
-                self.say("step %d of %d, loss %.3f, accuracy %.1f %%, %.0f images/s"
-                         % (step, self._last_step, loss, 100 * accuracy, rate))
-            self._said, self._said_step = time.time(), step
+        now = time.time()
+        if self._last_end is not None:
+            self._seconds, self._steps = self._seconds + now - self._last_end, self._steps + 1
+        self._last_end = now
+        if now - self._said >= (0.5 if self._interactive else self._between) or step == self._last_step:
+            self._say_means(step)
+            self._said, self._seconds, self._steps = now, 0.0, 0
 
-    def restart_clock(self, step):
-        """Leaves what was done since the last line, an evaluation say, out of the next line's images/s."""
-        self._said, self._said_step = time.time(), step
+    def _say_means(self, step):
+        means = "loss %.3f, accuracy %.1f %%" % tuple(
+            factor * sum(column) / len(self._recent) for factor, column in zip((1, 100), zip(*self._recent)))
+        if self._steps:
+            means += ", %.0f images/s" % (self._steps * self._batch_size / max(self._seconds, 1e-9))
+        if self._interactive:
+            self._bar.set_postfix_str(means)
+        else:
+            self.say("step %d of %d, %s" % (step, self._last_step, means))
+
+    def restart_clock(self):
+        """Leaves what was done since the last step, an evaluation say, out of images/s."""
+        self._last_end = time.time()
 
     def say(self, line):
         """Prints a line above the bar."""

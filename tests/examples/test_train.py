@@ -18,6 +18,7 @@ from examples.cifar10 import data, evaluate, train
 from examples.cifar10 import model as resnets
 from examples.cifar10.model import resnet
 from examples.cifar10.task import MEASURES
+from examples.segmentation import train as segmentation
 from examples.training import folder, record, report
 from examples.training.report import Progress, draw_curve, reason, write_json
 from examples.training.schedule import learning_rate
@@ -490,6 +491,43 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
     progress.close()
     captured = capsys.readouterr()
     assert captured.out.count("\n") == 3 and "loss 1.000, accuracy 50.0 %" in captured.out and captured.err == ""
+
+
+def test_lines_keep_their_pace_through_short_epochs_and_count_no_build(capsys, monkeypatch):
+    """Lines came ten seconds after an epoch's beginning, so that short epochs had none; the first step builds the graph."""
+    now = [0.0]
+    monkeypatch.setattr(report.time, "time", lambda: now[0])
+    progress = Progress(0, 100, 10)
+    now[0] += 60  # until the first step has run
+    for step in range(1, 51):
+        progress.step(step, 1.0, 0.5)
+        if step % 5 == 0:
+            now[0] += 2  # an evaluation
+            progress.restart_clock()
+        now[0] += 1
+    progress.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 1 of 100, loss 1.000, accuracy 50.0 %"
+    assert 5 <= len(lines) <= 8 and all(line.endswith(", 10 images/s") for line in lines[1:])
+
+
+@pytest.mark.parametrize("arguments", [
+    "--learning-rate -1", "--learning-rate nan", "--weight-decay -5", "--warmup-steps -3", "--warmup-steps 1.5", "--cutout 50",
+    "--cutout -1", "--seed -1", "--seed 99999999999", "--evaluate-every 0", "--batch-size x"])
+def test_an_argument_out_of_its_range_is_one_sentence_and_status_2(arguments, capsys):
+    parsers = [train.parse_arguments] if "cutout" in arguments else [train.parse_arguments, segmentation.parse_arguments]
+    for parse in parsers:
+        with pytest.raises(SystemExit, match="^2$"):
+            parse(arguments.split())
+        assert re.search(r"error: argument %s: %s is (not|no) " % tuple(arguments.split()), capsys.readouterr().err)
+
+
+def test_help_names_the_default_of_each_example(capsys):
+    for parse, epochs in ((train.parse_arguments, 1), (segmentation.parse_arguments, 10)):
+        assert parse([]).evaluate_every == epochs
+        with pytest.raises(SystemExit):
+            parse(["--help"])
+        assert re.search(r"--evaluate-every EPOCHS\s+default %d\b" % epochs, capsys.readouterr().out)
 
 
 def test_files_are_replaced_whole(tmp_path):
