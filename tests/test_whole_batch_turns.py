@@ -34,6 +34,10 @@ def zero(shape=()):
     return tf.zeros(shape, tf.float64)
 
 
+def growing():
+    return tf.TensorArray(tf.float64, 0, dynamic_size=True, element_shape=[])
+
+
 def chosen(row):
     total = tf.reduce_sum(row)
     return tf.cond(total > 0, lambda: tf.constant(2., tf.float64), lambda: 0.5 * total)
@@ -113,7 +117,18 @@ OWN = {  # loops of which each tower takes its own turns
     "a sum and a count": positive_mean, "by the last number": by_the_last_number, "a state that stays": kept_state,
     "written in branches": written_in_branches}
 
-WHOLE = {  # loops whose turns take more than their example, so that each tower takes all turns
+if not tf.control_flow_v2_enabled():  # there a list does not say that it was made empty
+    OWN["written to a list that grows"] = lambda x: score(turns(x, lambda i, found: (
+        found.write(i, tf.reduce_sum(scaled(x[i]))),), growing())[0].stack())
+
+WHOLE = {
+    "a list that grows by two": lambda x: score(turns(x, lambda i, found: (
+        found.write(2 * i, tf.reduce_sum(scaled(x[i]))).write(2 * i + 1, x[i, 0]),), growing())[0].stack()),
+    "a list that was begun": lambda x: score(turns(x, lambda i, found: (
+        found.write(i, tf.reduce_sum(scaled(x[i]))),), growing().write(tf.shape(x)[0], zero()))[0].stack()),
+    "a list that is longer": lambda x: score(turns(x, lambda i, found: (
+        found.write(i, tf.reduce_sum(scaled(x[i]))),), tf.TensorArray(tf.float64, tf.shape(x)[0] + 1, element_shape=[]).write(
+            tf.shape(x)[0], zero()))[0].stack()),
     "the last one": lambda x: turns(x, lambda i, last: (tf.tanh(tf.reduce_sum(scaled(x[i]))),), zero())[0],
     "weights that fall": lambda x: turns(x, lambda i, total, weight: (
         total + weight * tf.tanh(tf.reduce_sum(scaled(x[i]))), weight * .9), zero(), zero() + 1)[0],

@@ -8,7 +8,9 @@ from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTur
 from towers.sharding.rules.pointwise import jointly_linear
 from towers.sharding.rules.table import ANY, SUMS, rule
 from towers.sharding.rules.in_turn import has_all_rows, is_stack_of_rows, joined_in_turn, refuse_rows, state_of_turn
-from towers.sharding.rules.turns import are_numbers, is_list_of_rows, is_turn, number_of_rows, numbers_all_rows, row_read
+from towers.sharding.rules.turns import (
+    are_numbers, is_list_of_rows, is_turn, number_of_rows, numbers_all_rows, row_read, source_of)
+from towers.static_values import static_value
 
 __all__ = ["element_written", "joined"]
 
@@ -106,10 +108,10 @@ def element_written(node, flow, value, placement, wants):
     others = node.wanted(k for k in range(len(node.inputs)) if k not in (flow, value))
     is_of_turn = value != 1 and is_turn(node.context, node.inputs[1].tensor)
     is_row = node.context.carries_turns and is_of_turn and isinstance(placement, (InTurn, Replicate))
-    if is_row and has_all_rows(node.inputs[flow].placement):
+    before = node.inputs[flow].placement
+    if is_row and (has_all_rows(before) or getattr(before, "element", None) is None and _grows(node)):
         return node.decide(Listed(InTurn(), BATCH), others)
     refuse_rows(node, flow)
-    before = node.inputs[flow].placement
     before = before.element if isinstance(before, Listed) else None
     by_row = BATCH if isinstance(placement, InTurn) and is_of_turn else None
     merged = _merged(before, placement)
@@ -121,6 +123,13 @@ def element_written(node, flow, value, placement, wants):
         raise Refused("%r writes what is alike in all towers into a list of the towers' own examples"
                       % node.op.name)
     raise Refused("%r writes what is %s into a list whose elements are %s" % (node.op.name, placement, before))
+
+
+def _grows(node):
+    """Tells whether an op writes into a list of control flow 1 that is as long as what is written."""
+    made = source_of(node.inputs[0].tensor).op if node.type.startswith("TensorArray") else None
+    return made is not None and made.type == "TensorArrayV3" and made.get_attr("dynamic_size") and (
+        static_value(made.inputs[0]) == 0)
 
 
 @rule("TensorArrayWriteV3", (Shard, Blocks, Listed) + SUMS, always=True)
