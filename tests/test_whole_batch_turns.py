@@ -90,6 +90,18 @@ def standardized(x):
     return score(tf.map_fn(lambda row: tf.reduce_sum(tf.tanh((row - mean) / tf.sqrt(variance + 0.1))), h))
 
 
+def within_branch(x):
+    h = scaled(x)
+    return tf.cond(tf.reduce_mean(h) > -9, lambda: score(tf.map_fn(tf.tanh, h)), lambda: tf.reduce_sum(h))
+
+
+def lists_that_change_places(x):
+    h = scaled(x)
+    found = [tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[]) for _ in range(2)]
+    a, b = turns(x, lambda i, a, b: (b.write(i, tf.reduce_sum(h[i])), a), *found)
+    return score(a.stack()) + 2 * score(b.stack())
+
+
 OWN = {  # loops of which each tower takes its own turns
     "tf.map_fn": lambda x: score(tf.map_fn(lambda row: tf.tanh(row) - tf.reduce_mean(row), scaled(x))),
     "of two, twice": lambda x: score(tf.map_fn(lambda pair: tf.reduce_sum(pair[0] * pair[1]), (
@@ -121,9 +133,11 @@ if not tf.control_flow_v2_enabled():  # there a list does not say that it was ma
     OWN["written to a list that grows"] = lambda x: score(turns(x, lambda i, found: (
         found.write(i, tf.reduce_sum(scaled(x[i]))),), growing())[0].stack())
 
-WHOLE = {
+WHOLE = {  # loops whose turns take more than their example, so that each tower takes all turns
     "a list that grows by two": lambda x: score(turns(x, lambda i, found: (
         found.write(2 * i, tf.reduce_sum(scaled(x[i]))).write(2 * i + 1, x[i, 0]),), growing())[0].stack()),
+    "a growing list that some turns write to": lambda x: score(turns(x, lambda i, found: (tf.cond(
+        x[i, 0] > 0, lambda: found.write(i, tf.reduce_sum(scaled(x[i]))), lambda: found),), growing())[0].stack()),
     "a list that was begun": lambda x: score(turns(x, lambda i, found: (
         found.write(i, tf.reduce_sum(scaled(x[i]))),), growing().write(tf.shape(x)[0], zero()))[0].stack()),
     "a list that is longer": lambda x: score(turns(x, lambda i, found: (
@@ -134,6 +148,30 @@ WHOLE = {
         total + weight * tf.tanh(tf.reduce_sum(scaled(x[i]))), weight * .9), zero(), zero() + 1)[0],
     "the number as a number": lambda x: score(tf.map_fn(
         lambda i: tf.reduce_sum(scaled(x[i])) * tf.cast(i, tf.float64), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
+    "sums that change places": lambda x: tf.square(tf.add(*turns(x, lambda i, a, b: (
+        b + tf.reduce_sum(scaled(x[i])), a), zero(), zero()))) + turns(x, lambda i, a, b: (b + x[i, 0], a), zero(), zero())[1],
+    "the rest": lambda x: score(tf.map_fn(lambda i: tf.reduce_sum(tf.tanh(tf.slice(scaled(x), [i, 0], [-1, 4]))), tf.range(
+        tf.shape(x)[0]), dtype=tf.float64)),
+    "as many as the example wants": lambda x: score(turns(x, lambda i, found: (found.write(i, tf.reduce_sum(tf.tanh(tf.slice(
+        tf.concat([scaled(x), x[:1]], 0), [i, 0], [1 + tf.cast(x[i, 0] > 0, tf.int32), 4])))),), tf.TensorArray(
+            tf.float64, tf.shape(x)[0], element_shape=[]))[0].stack()),
+    "entries that the example wants": lambda x: score(turns(x, lambda i, found: (found.write(i, tf.reduce_sum(tf.tanh(tf.slice(
+        scaled(x), [i, 0], [1, 1 + tf.cast(x[i, 0] > 0, tf.int32)])))),), tf.TensorArray(
+            tf.float64, tf.shape(x)[0], element_shape=[]))[0].stack()),
+    "with the first one": lambda x: score(tf.map_fn(lambda i: tf.reduce_sum(tf.reduce_prod(tf.gather(scaled(x), [i, 0]), 0)), (
+        tf.range(tf.shape(x)[0])), dtype=tf.float64)),
+    "a column": lambda x: score(tf.map_fn(lambda i: tf.reduce_max(tf.gather(
+        tf.matmul(scaled(x), x, transpose_b=True), i, axis=1)), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
+    "all up to it": lambda x: score(tf.map_fn(lambda i: tf.reduce_sum(tf.tanh(tf.strided_slice(
+        scaled(x), [i], [i + 1], begin_mask=1))), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
+    "whether it is the first": lambda x: score(tf.map_fn(lambda i: tf.reduce_sum(scaled(x)[tf.cast(tf.cast(
+        i, tf.bool), tf.int32)] * x[i]), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
+    "pairs of numbers": lambda x: score(tf.reduce_sum(scaled(x), 1) * tf.cast(tf.map_fn(
+        lambda i: tf.stack([i, i]), tf.range(tf.shape(x)[0])), tf.float64)[:, 1]),
+    "a sum of another shape": lambda x: tf.reduce_sum(tf.square(tf.while_loop(
+        lambda i, _: i < tf.shape(x)[0], lambda i, total: (i + 1, total + scaled(x[i])), [tf.constant(0), zero([1])],
+        shape_invariants=[tf.TensorShape([]), tf.TensorShape([None])])[1])),
+    "within a branch": within_branch,
     "the next one": lambda x: turns(x, lambda i, total: (total + tf.reduce_sum(scaled(x[i]) * x[(i + 1) % tf.shape(x)[0]]),),
                                     zero())[0],
     "from the end": lambda x: score(tf.map_fn(
@@ -153,6 +191,8 @@ WHOLE = {
     "every other element": lambda x: score(turns(x, lambda i, found: (found.write(i, tf.reduce_sum(scaled(x[i]))),), (
         tf.TensorArray(tf.float64, tf.shape(x)[0], element_shape=[])))[0].gather(tf.range(0, tf.shape(x)[0], 2))),
     "rows that a mask leaves": lambda x: score(tf.map_fn(tf.tanh, tf.boolean_mask(scaled(x), x[:, 0] > -.5)))}
+if tf.control_flow_v2_enabled():  # where a list that is not written holds zeros
+    WHOLE["lists that change places"] = lists_that_change_places
 
 
 def gathers_its_turns(model, known):
@@ -183,6 +223,8 @@ def test_a_tower_of_no_examples_takes_no_turn(name):
 @pytest.mark.parametrize("name,known", covering(sorted(WHOLE), [True, False], one_in=1))
 def test_what_takes_more_than_its_example_is_the_whole_batchs(name, known):
     assert_is_exact(WHOLE[name], known, [3, 5, 4])
+    if not known:
+        assert_is_exact(WHOLE[name], known, [4, 0, 3])
 
 
 @pytest.mark.parametrize("known", [True, False])

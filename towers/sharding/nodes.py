@@ -165,6 +165,11 @@ class Node:
         return self._outputs
 
     @property
+    def name_of_state(self):
+        """str, the name of what a loop hands from turn to turn, where it comes together."""
+        return self.op.name
+
+    @property
     def is_repeated(self):
         """Tells whether the op stands in the body of a loop or function, where towers can't count what they have."""
         return hasattr(self.op.graph, "captures") or is_in_loop(self.op)

@@ -164,9 +164,11 @@ class Listed(Placement):
     Attributes:
       element: `Placement` of each element; None while nothing is in the list.
       by_row: `Rows` where the list has an element for each of them; None where its elements are no rows.
+      of: str, the name of the state in which a loop over these hands it from turn to turn.
     """
     element: Optional[Placement]
     by_row: Optional[Rows] = None
+    of: str = ""
 
     def __str__(self):
         return "a list" if self.by_row is None else "a list of examples"
@@ -220,7 +222,12 @@ class InTurn(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Running(Placement):
-    """The sum, over the turns of such a loop that were, of what each of them added."""
+    """The sum, over the turns of such a loop that were, of what each of them added.
+
+    Attributes:
+      of: str, the name of the loop's state.
+    """
+    of: str = ""
 
     def __str__(self):
         return "a sum over the examples so far"

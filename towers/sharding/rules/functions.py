@@ -4,6 +4,7 @@ Where towers have to meet within, what they meet about is computed outside, befo
 turns would have to meet about what changes from turn to turn, all that it takes is made whole before it, so that all towers
 compute the same.
 """
+import copy
 import dataclasses
 from typing import Any, Dict, List, NamedTuple
 
@@ -78,6 +79,8 @@ class Carried:
 
 class _Meet(Node):
     """What is one tensor or the other, as a branch or the turns of a loop have it."""
+
+    name_of_state = ""
 
     def __init__(self, op, values, context):  # pylint: disable=super-init-not-called
         self.op, self.type, self.inputs, self.context = op, op.type, values, context
@@ -329,15 +332,17 @@ def _decide_loop(node, wants, is_whole):
     node.context.counters.update(end_of(turn.inputs[k]) for k in counters)
     numbers = counters if node.context.carries_turns else ()
     node.context.counters.update(end_of(test.inputs[k]) for k in numbers)
-    state = [_Placed(Turn()) if k in numbers else value for k, value in enumerate(node.inputs)]
+    entries = [_named(value, "%s:%d" % (node.op.name, k)) if numbers and k in varying else value
+               for k, value in enumerate(node.inputs)]
+    state = [_Placed(Turn()) if k in numbers else value for k, value in enumerate(entries)]
     for _ in range(_MOST_TURNS):
         inner = _through(node, turn, state, is_whole, varying, bool(numbers))
-        entry, placements = dict(wants), [value.placement for value in node.inputs]
+        entry, placements = dict(wants), [value.placement for value in entries]
         for k in numbers:
             placements[k] = Turn()
         for k in set(varying).difference(numbers):
-            meet = _Meet(node.op, [node.inputs[k], _value(node, inner, k)], node.context)
-            meet.is_over_rows = bool(counters)
+            meet = _Meet(node.op, [entries[k], _value(node, inner, k)], node.context)
+            meet.is_over_rows, meet.name_of_state = bool(counters), "%s:%d" % (node.op.name, k)
             each, placements[k] = meet.join()
             if 0 in each:
                 entry[k] = each[0]
@@ -359,9 +364,22 @@ def _decide_loop(node, wants, is_whole):
             placements[k] = chosen_in_turn(node.op.name, placements[k])
     elif not isinstance(first.placement(test.outputs[0]), Replicate):
         first.returns[0] = Replicated()
-    placements = [Partial() if counters and isinstance(placement, Running) else number_of_rows(1) if isinstance(placement, Turn)
-                  else placement for placement in placements]
+    for k, placement in enumerate(placements):
+        if isinstance(placement, Turn):
+            placements[k] = number_of_rows(1)
+        elif counters and isinstance(placement, Running):
+            placements[k] = Partial()
+        elif numbers and isinstance(placement, Listed):
+            placements[k] = dataclasses.replace(placement, of=node.inputs[k].placement.of)
     return _carried(node, placements, entry, [first, inner])
+
+
+def _named(value, name):
+    """Returns what a loop takes as its first state, a `Value`; a list is told from the loop's other ones by a name."""
+    if isinstance(value.placement, Listed):
+        value = copy.copy(value)
+        value.placement = dataclasses.replace(value.placement, of=name)
+    return value
 
 
 class _Placed(NamedTuple):

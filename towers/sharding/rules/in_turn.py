@@ -5,13 +5,13 @@ they add up is a sum's parts. What does not fit, the number of a turn in use as 
 whole batch's then.
 """
 from towers.graph_walk import ENTERS, EXITS, MERGES, VARIABLES, end_of
-from towers.private import chosen_by, control_flow_of, outer_control_flow
+from towers.private import chosen_by, control_flow_of
 from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn
 from towers.sharding.rules.turns import (
-    IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn, is_within_turn, number_of_rows, numbers_all_rows,
-    source_of)
+    IN_FRONT, READS, ends_loop, flows_around, handed_back, is_next, is_over_rows, is_turn, is_within_turn, number_of_rows,
+    numbers_all_rows, source_of)
 from towers.static_values import static_value
 
 __all__ = ["check_state", "chosen_in_turn", "has_all_rows", "is_drawn_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number",
@@ -38,11 +38,13 @@ def of_turns(node, rule):
             pass
     others = node.wanted(k for k, value in enumerate(node.inputs) if not isinstance(value.placement, (InTurn, Running)))
     if running:
+        total = node.inputs[running[0]].placement
         if node.type in _HANDS_ON:
-            return node.decide(Partial() if node.type in EXITS and is_over_rows(node.context, _merge_of(node.op)) else Running(),
-                               others)
-        if node.type in _SUMS and len(running) == 1 and not (node.type == "Sub" and running == [1]):
-            return node.decide(Running(), others)
+            is_whole = node.type in EXITS and is_over_rows(node.context, _merge_of(node.op))
+            return node.decide(Partial() if is_whole else total, others)
+        is_number = node.outputs[0].dtype.is_floating or node.outputs[0].dtype.is_integer or node.outputs[0].dtype.is_complex
+        if node.type in _SUMS and is_number and len(running) == 1 and not (node.type == "Sub" and running == [1]):
+            return node.decide(total, others)
         return node.decide(InTurn(), {**others, **node.wanted(running)})
     if node.type in EXITS and is_over_rows(node.context, _merge_of(node.op)):
         raise Refused("%r is what a loop over the tower's examples made of the last of them." % node.op.name)
@@ -90,7 +92,8 @@ def of_number(node, decide):
         for k in numbers:
             node.inputs[k].placement = Turn()
         is_number = node.type in READS and isinstance(decision.outputs[0], Turn)
-        if is_number or all(isinstance(placement, InTurn) or has_all_rows(placement) for placement in decision.outputs):
+        is_own = node.type not in _SLICES or 0 not in decision.wants
+        if is_number or is_own and all(isinstance(out, InTurn) or has_all_rows(out) for out in decision.outputs):
             return decision
     raise Refused("%r (%s) computes with the number of a turn of a loop over the tower's examples." % (node.op.name, node.type))
 
@@ -166,17 +169,25 @@ def chosen_in_turn(name, placement):
 def joined_in_turn(node, numbers):
     """Returns wants and the placement of what is one input or the other, some of which are an example's own."""
     found = [node.inputs[k].placement for k in numbers]
-    is_sum = node.is_over_rows or node.type in MERGES and is_over_rows(node.context, node.op)
-    if is_sum and node.context.carries_turns:
-        return {k: want for k in numbers for want in _entered(node.inputs[k])}, Running()
-    others = node.wanted(k for k in numbers if not isinstance(node.inputs[k].placement, (InTurn, Running)))
-    is_sum = is_sum or node.context.carries_turns and node.type in MERGES and any(
-        isinstance(node.inputs[k].placement, Running) and node.op.inputs[k].op.type in ENTERS for k in numbers)
-    if is_sum or all(isinstance(placement, Running) for placement in found):
-        return others, Running()
-    if any(isinstance(placement, Running) for placement in found):
-        return {**others, **node.wanted(numbers)}, InTurn()
-    return others, InTurn()
+    totals = {placement for placement in found if isinstance(placement, Running)}
+    is_loop = node.type in MERGES and handed_back(node.op) is not None
+    if node.is_over_rows or is_loop and is_over_rows(node.context, node.op):
+        if node.context.carries_turns:
+            shapes = [node.inputs[k].dims for k in numbers]
+            if None in shapes or any(None in shape or shape != shapes[0] for shape in shapes):
+                raise Refused("%r is a sum over the tower's examples of a shape that they decide." % node.op.name)
+            return {k: want for k in numbers for want in _entered(node.inputs[k])}, Running(node.name_of_state)
+        return _others(node, numbers), Running()
+    is_entered = is_loop and node.context.carries_turns and any(
+        node.inputs[k].placement in totals and node.op.inputs[k].op.type in ENTERS for k in numbers)
+    if len(totals) == 1 and (is_entered or all(placement in totals for placement in found)):
+        return _others(node, numbers), totals.pop()
+    return {**_others(node, numbers), **(node.wanted(numbers) if totals else {})}, InTurn()
+
+
+def _others(node, numbers):
+    """Returns wants by which all inputs but those of an example are whole, a dict."""
+    return node.wanted(k for k in numbers if not isinstance(node.inputs[k].placement, (InTurn, Running)))
 
 
 def _entered(value):
@@ -203,7 +214,7 @@ def refuse_other_states(plan, facts):
       facts: `towers.sharding.propagation.Facts`, of a tower whose loops over the examples stay its own.
     """
     loops = {control_flow_of(op) for op in plan.order if op.type in MERGES and is_over_rows(facts, op)}
-    refuse_effects([op for op in plan.order if loops and not loops.isdisjoint(_flows_of(op))], facts.bodies)
+    refuse_effects([op for op in plan.order if loops and not loops.isdisjoint(flows_around(op))], facts.bodies)
     for op in plan.order:
         if op.type in MERGES:
             placement, back = plan.placements.get((op, 0)), handed_back(op)
@@ -211,15 +222,6 @@ def refuse_other_states(plan, facts):
                 check_state(op.name, placement, plan.placements.get(end_of(back)), _hands_on(back) is op.outputs[0])
             elif isinstance(placement, Replicate) and _is_chosen_in_turn(op, plan.placements):
                 raise Refused("%r is chosen by an example." % op.name)
-
-
-def _flows_of(op):
-    """Returns the branches and loops of control flow 1 that an op stands in, a list."""
-    found, flow = [], control_flow_of(op)
-    while flow is not None:
-        found.append(flow)
-        flow = outer_control_flow(flow)
-    return found
 
 
 def refuse_effects(ops, bodies):
@@ -235,8 +237,9 @@ def refuse_effects(ops, bodies):
 
 def check_state(name, placement, back, is_kept):
     """Raises `Refused` where a turn of a loop over the examples takes more of the turns before than what they added up."""
-    is_sum = isinstance(placement, Running) and isinstance(back, Running)
-    if not (is_kept or isinstance(placement, Turn) or is_sum or has_all_rows(placement)):
+    is_sum = isinstance(placement, Running) and placement == back
+    is_list = has_all_rows(placement) and has_all_rows(back) and placement.of == back.of
+    if not (is_kept or isinstance(placement, Turn) or is_sum or is_list):
         raise Refused("%r is what one turn of a loop over the tower's examples hands to the next." % name)
 
 

@@ -2,6 +2,7 @@
 import numpy as np
 
 from towers.graph_walk import LOOPS_BACK
+from towers.private import control_flow_of, is_loop, outer_control_flow
 from towers.sharding.nodes import Numbered, OwnRows, Refused, Replicated, Unfit
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Replicate, RowNumbers, Rows, Running,
                                         Shard, Size, Turn, moved, size_of)
@@ -63,7 +64,8 @@ def _merged(one, other):
         return other if one is None else None
     element = _merged(one.element, other.element)
     is_none = element is None and (one.element, other.element) != (None, None)
-    return None if is_none else Listed(element, one.by_row or other.by_row)
+    of = one.of if one.of == other.of else one.of + " or " + other.of
+    return None if is_none else Listed(element, one.by_row or other.by_row, of)
 
 
 def _of_rows(node, numbers):
@@ -110,8 +112,10 @@ def element_written(node, flow, value, placement, wants):
     is_row = node.context.carries_turns and is_of_turn and isinstance(placement, (InTurn, Replicate))
     before = node.inputs[flow].placement
     if is_row and (has_all_rows(before) or getattr(before, "element", None) is None and _grows(node)):
-        return node.decide(Listed(InTurn(), BATCH), others)
+        return node.decide(Listed(InTurn(), BATCH, getattr(before, "of", "")), others)
     refuse_rows(node, flow)
+    if is_of_turn and node.context.carries_turns:
+        raise Refused("%r writes what is an example's own into a list that is made for others." % node.op.name)
     before = before.element if isinstance(before, Listed) else None
     by_row = BATCH if isinstance(placement, InTurn) and is_of_turn else None
     merged = _merged(before, placement)
@@ -127,7 +131,10 @@ def element_written(node, flow, value, placement, wants):
 
 def _grows(node):
     """Tells whether an op writes into a list of control flow 1 that is as long as what is written."""
-    made = source_of(node.inputs[0].tensor).op if node.type.startswith("TensorArray") else None
+    flow = control_flow_of(node.op)
+    is_in_each_turn = node.type.startswith("TensorArray") and flow is not None and is_loop(flow) and (
+        outer_control_flow(flow) is None)
+    made = source_of(node.inputs[0].tensor).op if is_in_each_turn else None
     return made is not None and made.type == "TensorArrayV3" and made.get_attr("dynamic_size") and (
         static_value(made.inputs[0]) == 0)
 

@@ -65,7 +65,7 @@ def strided_slice(node):
         return node.decide(size_of(kept(placement.array()[tuple(map(_plain, index))])))
     if not isinstance(placement, ROWS):
         raise Unfit()
-    axis = source = 0
+    axis, source, found = 0, 0, None
     for item, position in _items(index, rank):
         if item is not None:
             if source == placement.axis:
@@ -75,6 +75,8 @@ def strided_slice(node):
                 return _column_taken(node, placement, item)
             source += 1
         axis += item is None or isinstance(item, slice)
+    if found is None:
+        raise Unfit()
     return node.decide(found, _with_own(node, (1, 2, 3), own))
 
 
@@ -161,7 +163,7 @@ def slice_(node):
         return row_taken(node, {1: (placement.axis, 0), 2: (placement.axis, None)})
     if isinstance(placement, SUMS):
         return node.decide(placement, node.wanted([1, 2]))
-    if takes_its_row(node, 1):
+    if takes_its_row(node, 1, 2):
         return node.decide(InTurn())
     if node.of(InTurn):
         raise Unfit()

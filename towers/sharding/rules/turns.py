@@ -3,6 +3,7 @@
 What such a loop is, and what its turns read and hand on; `towers.sharding.rules.in_turn` decides for the ops within.
 """
 import numpy as np
+import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import LOOPS_BACK, MERGES, end_of
 from towers.private import condition_of, control_flow_of, is_loop, outer_control_flow
@@ -10,10 +11,11 @@ from towers.sharding.nodes import Refused
 from towers.sharding.placements import BATCH, Additive, Listed, RowNumbers, Shard, Turn, size_of
 from towers.static_values import static_value
 
-__all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "handed_back", "is_list_of_rows", "is_next",
-           "is_over_rows", "is_turn", "is_within_turn", "number_of_rows", "numbers_all_rows", "row_read", "source_of",
+__all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "flows_around", "handed_back", "is_list_of_rows",
+           "is_next", "is_over_rows", "is_turn", "is_within_turn", "number_of_rows", "numbers_all_rows", "row_read", "source_of",
            "takes_its_row"]
 
+_NUMBERS = {tf.int32, tf.int64, tf.float32, tf.float64}  # that hold the number of a turn
 READS = frozenset(["TensorArrayReadV3", "TensorListGetItem"])
 IN_FRONT = frozenset(["ConcatV2", "ExpandDims", "Pack", "Reshape"])  # of an index: the number of its row stands first
 
@@ -50,17 +52,26 @@ def row_read(node, k):
 
 
 def takes_its_row(node, begin, end=None):
-    """Tells whether an op takes of the examples the one of the turn.
+    """Tells whether an op takes of the examples the one of the turn, and no other.
 
     Args:
       node: `Node`, whose first input holds the examples.
       begin: int, the input that says which is the first one.
-      end: int, the input that says where it ends; None where it takes one.
+      end: int, the input that says where it ends, or how many there are; None where it takes one.
     """
     if not is_list_of_rows(node.context, node.inputs[0].placement) or not is_turn(node.context, node.inputs[begin].tensor):
         return False
-    return end is None or bool(node.attr("shrink_axis_mask") & 1) or is_next(
-        source_of(node.inputs[end].tensor).op, source_of(node.inputs[begin].tensor))
+    if node.type == "StridedSlice":
+        if any(node.attr(name + "_mask") & 1 for name in ("begin", "end", "ellipsis", "new_axis")):
+            return False
+        step = static_value(node.inputs[3].tensor)
+        is_one = bool(node.attr("shrink_axis_mask") & 1) or is_next(
+            source_of(node.inputs[end].tensor).op, source_of(node.inputs[begin].tensor))
+        return is_one and step is not None and step[0] == 1
+    count = None if end is None else static_value(node.inputs[end].tensor)
+    if end is None:  # by one number; TensorFlow adds nothing up for rows that no turn of a loop took
+        return node.inputs[begin].dims in ([], [1]) and not node.context.carries_turns
+    return count is not None and count[0] == 1
 
 
 def is_turn(facts, tensor):
@@ -103,15 +114,16 @@ def _bounds(facts, node, bound, numbers):
 
 def is_over_rows(facts, merge):
     """Tells whether what is handed from turn to turn belongs to a loop of control flow 1 with as many turns as examples."""
-    loops = _loops_around(merge)
-    is_within = facts.carries_turns and (facts.is_inner or len(loops) > 1)  # one loop's rows are not the other's
-    return handed_back(merge) is not None and not is_within and _takes_rows(facts, loops[0])
+    flow = control_flow_of(merge)
+    # One loop's rows are not the other's, and nothing that is made in a branch can be met about before that.
+    is_within = facts.carries_turns and (facts.is_inner or flow is not None and outer_control_flow(flow) is not None)
+    return handed_back(merge) is not None and not is_within and _takes_rows(facts, flow)
 
 
 def is_within_turn(facts, op):
     """Tells whether an op stands in a loop over the tower's examples that stays the tower's own, in whatever branch or loop."""
     return facts.carries_turns and (facts.is_in_turn or not facts.is_inner and any(
-        _takes_rows(facts, flow) for flow in _loops_around(op)[-1:]))
+        is_loop(flow) and _takes_rows(facts, flow) for flow in flows_around(op)[-1:]))
 
 
 def _takes_rows(facts, loop):
@@ -155,7 +167,9 @@ def source_of(tensor):
     """Returns the number that a tensor hands on, or that stands first in it."""
     while True:
         op = tensor.op
-        if op.type == "Enter" and op.get_attr("is_constant") or op.type in ("Identity", "Switch", "Cast") or op.type in IN_FRONT:
+        is_whole_number = op.type == "Cast" and {op.inputs[0].dtype.base_dtype, op.outputs[0].dtype.base_dtype} <= _NUMBERS
+        if op.type == "Enter" and op.get_attr("is_constant") or is_whole_number or op.type in ("Identity", "Switch") or (
+                op.type in IN_FRONT):
             tensor = op.inputs[0]
         else:
             return tensor
@@ -180,10 +194,10 @@ def _is_counter(merge):
         nexts[0].inputs[0].op, merge.outputs[0])
 
 
-def _loops_around(op):
-    """Returns the loops of control flow 1 that an op stands in, the inner ones first, a list."""
+def flows_around(op):
+    """Returns the branches and loops of control flow 1 that an op stands in, the inner ones first, a list."""
     found, flow = [], control_flow_of(op)
     while flow is not None:
-        found += [flow] if is_loop(flow) else []
+        found.append(flow)
         flow = outer_control_flow(flow)
     return found
