@@ -45,7 +45,7 @@ def gather(node):
         if indices.rank or getattr(params.placement, "axis", None) != axis:
             raise Unfit()
         return row_taken(node, {1: (None, 0)})
-    if takes_its_row(node, 1):
+    if not axis and takes_its_row(node, 1):
         return node.decide(InTurn())
     if node.of(InTurn):
         raise Unfit()

@@ -65,7 +65,7 @@ def _of_lists(node, rule):
 
 def is_drawn_in_turn(node):
     """Tells whether an op draws random numbers for an example in its turn: other ones for each."""
-    return "seed" in node.op.node_def.attr and is_stateful(node.op) and is_within_turn(node.context, node.op)
+    return is_within_turn(node.context, node.op) and is_stateful(node.op) and "seed" in node.op.node_def.attr
 
 
 def of_number(node, decide):
