@@ -4,8 +4,7 @@ oneDNN's convolutions give an empty batch the shape of their input, and the grad
 the gradient of a depthwise convolution by its kernel is whatever its memory held. So an op of these whose batch has an unknown
 size is given one example of zeros where it would get none, and that is cut off what comes out. No value changes and no
 gradient, and a batch that has examples is handed on without a copy. Where the size is known to be 0, TensorFlow's own gradients
-count on it, and such an op is refused. A list of the examples, as `tf.map_fn` makes one, is told
-their shape.
+count on it, and such an op is refused. A list of the examples, as `tf.map_fn` makes one, is told their shape.
 """
 import tensorflow.compat.v1 as tf
 

@@ -75,9 +75,9 @@ def within_control_flow(flow):
 
 def chosen_by(merge):
     """Returns the predicate of the tf.cond (of control flow v1) that a Merge ends, a tensor; None for a loop's."""
-    flows = [control_flow_of(tensor.op) for tensor in merge.inputs]
     if any(tensor.op.type.endswith("NextIteration") for tensor in merge.inputs):
         return None
+    flows = [control_flow_of(tensor.op) for tensor in merge.inputs]
     return next((flow.pred for flow in flows if flow is not None and flow.IsCondContext()), None)
 
 

@@ -22,22 +22,21 @@ def run(command, *mistakes):
     return exit_status(lambda: command() or 0, UsageError, *mistakes)
 
 
-def number(kind, low, high=math.inf, above=False):
+def number(kind, low, high=math.inf):
     """Returns a function that makes a number of an argument's text, for argparse.
 
     Args:
       kind: int or float.
       low, high: numbers, the least and the greatest that it may be.
-      above: whether it has to be more than `low`.
     """
-    what = "above %g" % low if above else "%g or more" % low if high == math.inf else "from %g to %g" % (low, high)
+    what = "%g or more" % low if high == math.inf else "from %g to %g" % (low, high)
 
     def made(text):
         try:
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError("%s is no %s" % (text, "whole number" if kind is int else "number")) from None
-        if not (math.isfinite(value) and low <= value <= high) or above and value == low:
+        if not (math.isfinite(value) and low <= value <= high):
             raise argparse.ArgumentTypeError("%s is not %s" % (text, what))
         return value
     return made

@@ -167,8 +167,8 @@ def source_of(tensor):
     """Returns the number that a tensor hands on, or that stands first in it."""
     while True:
         op = tensor.op
-        is_whole_number = op.type == "Cast" and {op.inputs[0].dtype.base_dtype, op.outputs[0].dtype.base_dtype} <= _NUMBERS
-        if op.type == "Enter" and op.get_attr("is_constant") or is_whole_number or op.type in ("Identity", "Switch") or (
+        keeps_number = op.type == "Cast" and {op.inputs[0].dtype.base_dtype, op.outputs[0].dtype.base_dtype} <= _NUMBERS
+        if op.type == "Enter" and op.get_attr("is_constant") or keeps_number or op.type in ("Identity", "Switch") or (
                 op.type in IN_FRONT):
             tensor = op.inputs[0]
         else:
