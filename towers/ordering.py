@@ -2,10 +2,10 @@
 import tensorflow.compat.v1 as tf
 
 from towers.gradient_hook import with_gradient
-from towers.graph_walk import CALLS, ENTERS, is_ref, variable_of
+from towers.graph_walk import CALLS, ENTERS, ancestors, descendants, is_ref, variable_of, written_variable
 from towers.private import control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for, waiting_for
 
-__all__ = ["READS", "copy_before_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
+__all__ = ["READS", "copy_before_writes", "order_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
            "value_before_writes"]
 
 READS = ("Identity", "ReadVariableOp")
@@ -30,6 +30,32 @@ def read_after(op, earlier, movable, ops_of_tower):
                 # A ref variable has one read op, shared by all: this op gets a read of its own.
                 with tf.device(source.device), tf.control_dependencies(list(map(_finished, earlier[variable.name]))):
                     rewire(op, index, _read(source))
+
+
+def order_writes(writes, ops):
+    """Lets writes of a variable that TensorFlow gives no order run one after the other, each upon what the one before wrote.
+
+    What a write takes of the variable is read anew, unless others take it too.
+
+    Args:
+      writes: list of operations in the order in which they are to run; what lies in another control flow stays as it is.
+      ops: list of the operations that were made along with them.
+    """
+    of_variable = {}
+    for op in writes:
+        variable = written_variable(op)
+        if variable is not None and control_flow_of(op) is control_flow_now(op.graph):
+            of_variable.setdefault(variable, []).append(op)
+    for variable, ordered in of_variable.items():
+        made = set(ops) if len(ordered) > 1 else ()
+        for earlier, op in zip(ordered, ordered[1:]):
+            before, before_earlier, others = ancestors([op], within=made), ancestors([earlier], within=made), made - {op}
+            if earlier not in before and op not in before_earlier:
+                takers = {taker for taker in takers_of(variable) if taker in before and taker not in before_earlier
+                          and descendants([taker], within=others) <= before}
+                for taker in takers:
+                    read_after(taker, {variable.name: [earlier]}, takers, ops)
+                run_after(op, [earlier])
 
 
 def takers_of(variable):

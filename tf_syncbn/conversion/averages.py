@@ -1,9 +1,8 @@
 """Moving averages of converted batch norms: which variables average which moments, and in which order they move."""
 import functools
 
-from towers.graph_walk import ancestors, end_of, written_variable, written_variables
-from towers.ordering import read_after, takers_of
-from towers.private import control_flow_now, control_flow_of, run_after
+from towers.graph_walk import end_of, written_variables
+from towers.ordering import order_writes
 from towers.sharding.placements import Replicate
 from tf_syncbn.conversion.peephole import ROOTS
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
@@ -72,17 +71,4 @@ def order_updates(plan, sources):
       plan: `Plan` of the tower, which has been carried out.
       sources: from `sources_of`.
     """
-    writes = {}
-    for op in plan.order:
-        variable = written_variable(op) if op in sources else None
-        if variable is not None and control_flow_of(op) is control_flow_now(op.graph):
-            writes.setdefault(variable, []).append(op)
-    for variable, ops in writes.items():
-        made = set(plan.order) if len(ops) > 1 else ()
-        for earlier, op in zip(ops, ops[1:]):
-            before, of_both = ancestors([op], within=made), ancestors([earlier], within=made)
-            if earlier not in before and op not in of_both:
-                takers = {taker for taker in takers_of(variable) if taker in before and sources.get(taker)}
-                for taker in takers - of_both:
-                    read_after(taker, {variable.name: [earlier]}, takers, plan.order)
-                run_after(op, [earlier])
+    order_writes([op for op in plan.order if op in sources], plan.order)
