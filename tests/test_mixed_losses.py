@@ -524,13 +524,16 @@ def as_wide_as_the_largest(x, _, classes):
         tf.gather(tf.range(tf.reduce_max(classes) + 1), classes), x.dtype))
 
 
-def of_candidates(x, classes, loss):
-    """A loss over classes of which some are drawn, the same ones for all examples."""
+def of_candidates(x, classes, loss, sampler=None):
+    """A loss over classes of which some are drawn, the same ones for all examples of a tower, or of all."""
     with tf.variable_scope("", reuse=tf.AUTO_REUSE):
         kernel, bias = (tf.get_variable(name, shape, x.dtype, tf.ones_initializer()) for name, shape in (
             ("kernel", [9, C]), ("bias", [9])))
     drawn = (tf.constant([1, 4, 7], tf.int64), tf.fill([tf.shape(x)[0], 1], tf.constant(0.3, x.dtype)),
              tf.constant([0.3, 0.2, 0.1], x.dtype))
+    if sampler is not None:
+        drawn = [tf.cast(each, each.dtype if each.dtype == tf.int64 else x.dtype) for each in sampler(
+            tf.cast(classes, tf.int64)[:, None], 1, 3, True, 9)]
     return tf.reduce_mean(tf.sqrt(loss(
         kernel, bias, tf.cast(classes, tf.int64)[:, None], features(x), 3, 9, sampled_values=drawn)))
 
@@ -697,6 +700,11 @@ def test_what_a_loop_makes_of_each_example_passes_in_silence(name, size, silent)
 @pytest.mark.parametrize("table,name", [(table, name) for table in (MEANS, MEANS_IN_A_LOOP) for name in sorted(table)])
 def test_means_over_examples_are_those_of_the_whole_batch(table, name, size, silent):
     assert_equals_one_batch(model_of(table, name, size), batch_for(name), 3, sizes=[3, 5, 4], steps=2)
+
+
+def test_a_mean_over_examples_of_classes_that_each_tower_draws_passes_in_silence(silent):
+    build_uneven(lambda x, _, classes: of_candidates(
+        x, classes, tf.nn.sampled_softmax_loss, tf.random.learned_unigram_candidate_sampler), BATCH)
 
 
 def by_classes_there_are(of_segments):

@@ -26,7 +26,8 @@ def test_where_moving_averages_alone_differ_it_does_not_ask_about_the_loss():
         tf.layers.batch_normalization(x, training=True, name="bn")
         return y
 
-    with pytest.raises(AssertionError, match="differ in variables by .*Loss and gradients agree: is 'bn/moving_.*' written by") as info:
+    said = "differ in variables by .*Loss and gradients agree: is 'bn/moving_.*' written by"
+    with pytest.raises(AssertionError, match=said) as info:
         assert_equals_one_batch(model, (np.random.RandomState(0).randn(8, 3),))
     assert "Is the loss a mean" not in str(info.value)
 

@@ -234,6 +234,33 @@ def test_state_is_written_by_one_tower(model):
     assert found == written(1)
 
 
+# Classes that are drawn.
+
+def log_uniform(classes):
+    return tf.random.log_uniform_candidate_sampler(classes, 1, 6, True, 20, seed=5)
+
+
+def learned(classes):
+    return tf.random.learned_unigram_candidate_sampler(classes, 1, 6, True, 20, seed=5)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("sampler", [log_uniform, learned])
+@pytest.mark.parametrize("loss", [tf.nn.nce_loss, tf.nn.sampled_softmax_loss])
+def test_classes_are_drawn_once_for_all_examples(loss, sampler, known):
+    """The learned sampler counts all examples' classes; in float32, expected counts."""
+    def model_fn(x, labels):
+        classes = tf.cast(labels, tf.int64)[:, None] * 7 + 1
+        drawn, *expected = sampler(classes)
+        return tf.reduce_mean(loss(
+            weights=variable("weights", [20, 5]), biases=variable("biases", [20]), labels=classes, inputs=encoded(x), num_sampled=6,
+            num_classes=20, sampled_values=[drawn] + [tf.cast(count, tf.float64) for count in expected]))
+
+    model = towers.whole_batch(model_fn)
+    found = assert_equals_one_batch(model if known else unsized(model), (X, LABELS), 3, sizes=(4, 5, 0))
+    assert max(found.loss, found.gradients, found.variables) < 1e-9
+
+
 # Gradients that the model takes.
 
 def a_gradient_penalty(x, labels):

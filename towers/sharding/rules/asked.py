@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard
 from towers.sharding.rules.gathers import where
+from towers.sharding.rules.sizes import SAMPLERS
 from towers.sharding.rules.table import ANY, RULES, Rule
 
 __all__ = ["ASKED_RULES", "UNKNOWN_RULE"]
@@ -92,4 +93,5 @@ ASKED_RULES = dict(RULES, Unique=Rule(_unique, frozenset([Shard])), UniqueV2=Rul
                    ConcatV2=Rule(_put_beside, RULES["ConcatV2"].knows), Slice=Rule(_taken_from_beside, RULES["Slice"].knows),
                    All=Rule(_until_the_last, RULES["All"].knows), Any=Rule(_until_the_last, RULES["Any"].knows),
                    ComputeAccidentalHits=Rule(_hits, frozenset([Shard])),
-                   Where=Rule(_one_of_each, RULES["Where"].knows))
+                   Where=Rule(_one_of_each, RULES["Where"].knows),
+                   **dict.fromkeys(SAMPLERS.split(), UNKNOWN_RULE))

@@ -118,6 +118,21 @@ def of_first_tower(conversions, op, inputs):
     return [conversions.of_first(output) for output in conversions.made(op, inputs)]
 
 
+SAMPLERS = ("AllCandidateSampler FixedUnigramCandidateSampler LearnedUnigramCandidateSampler LogUniformCandidateSampler "
+            "ThreadUnsafeUnigramCandidateSampler UniformCandidateSampler")
+
+
+@rule(SAMPLERS, (Shard,), always=True)
+def draw_of_classes(node):
+    """Classes are drawn once for all examples, with how often each example's own would be: it goes on by the examples' rows."""
+    classes, decision = node.inputs[0], node.replicated()
+    decision.instead, decision.meets = of_first_tower, "first"
+    if isinstance(classes.placement, Shard) and classes.placement.axis == 0:
+        decision.outputs = [Replicate(), classes.placement, Replicate()]
+        decision.own = {1: OwnRows(0, (classes.tensor, 0))}
+    return decision
+
+
 @rule("Multinomial RandomPoisson RandomPoissonV2 RandomGamma StatelessMultinomial", (Shard, Size), always=True)
 def draw_of_each(node):
     k = {"RandomPoisson": 1, "RandomPoissonV2": 1, "RandomGamma": 1}.get(node.type, 0)
