@@ -253,8 +253,8 @@ def test_classes_are_drawn_once_for_all_examples(loss, sampler, known):
         classes = tf.cast(labels, tf.int64)[:, None] * 7 + 1
         drawn, *expected = sampler(classes)
         return tf.reduce_mean(loss(
-            weights=variable("weights", [20, 5]), biases=variable("biases", [20]), labels=classes, inputs=encoded(x), num_sampled=6,
-            num_classes=20, sampled_values=[drawn] + [tf.cast(count, tf.float64) for count in expected]))
+            weights=variable("weights", [20, 5]), biases=variable("biases", [20]), labels=classes, inputs=encoded(x),
+            num_sampled=6, num_classes=20, sampled_values=[drawn] + [tf.cast(count, tf.float64) for count in expected]))
 
     model = towers.whole_batch(model_fn)
     found = assert_equals_one_batch(model if known else unsized(model), (X, LABELS), 3, sizes=(4, 5, 0))
