@@ -16,8 +16,11 @@ ENDLESS = [Step(*step) for step in [
 
 # In TensorFlow 1.15 this tiles by a quotient of sizes, which is 0 in a tower of no examples.
 TILED = [Step("pairs", ()), Step("gradient", ())]
+# Rows with a number for each of all examples, in turn: TensorFlow took them for as long as the tower's batch.
+ROWS_OF_ALL = [Step("reshape", ()), Step("gather", (7,)), Step("mapped", ())]
 
 
+@hypothesis.example(ROWS_OF_ALL, (1, 4), True)
 @hypothesis.example(ENDLESS, (2, 1, 3), True)
 @hypothesis.example(TILED, (3, 0, 4), False)
 @hypothesis.given(programs(), st.sampled_from(SPLITS), st.booleans())

@@ -30,6 +30,17 @@ def turns(x, turn, *state):
     return tf.while_loop(lambda i, *_: i < n, lambda i, *state: (i + 1,) + turn(i, *state), [tf.constant(0), *state])[1:]
 
 
+def likenesses(x):
+    """A row for each example, with a number for each of all."""
+    return tf.matmul(scaled(x), x, transpose_b=True)
+
+
+def row_of_all_written(x):
+    rows = likenesses(x)
+    return score(turns(x, lambda i, found: (found.write(i, tf.reduce_max(rows[i]) + tf.tanh(rows[i])),),
+                       tf.TensorArray(tf.float64, tf.shape(x)[0]))[0].stack())
+
+
 def zero(shape=()):
     return tf.zeros(shape, tf.float64)
 
@@ -114,6 +125,8 @@ OWN = {  # loops of which each tower takes its own turns
     "steps for each": lambda x: score(tf.map_fn(inner_steps, x)),
     "by numbers": lambda x: score(tf.map_fn(lambda i: tf.reduce_sum(scaled(x[i])), tf.range(tf.shape(x)[0]), dtype=tf.float64)),
     "against all": lambda x: score(tf.map_fn(lambda row: tf.reduce_max(tf.reduce_sum(tf.square(scaled(x) - row), 1)), x)),
+    "the size of a row of all": lambda x: score(tf.map_fn(lambda row: tf.reduce_logsumexp(row) * tf.cast(
+        tf.size(row), tf.float64), likenesses(x))),
     "one of all": lambda x: score(tf.map_fn(lambda row: tf.reduce_sum(tf.gather(scaled(x)[:, 0], tf.cast(
         row[0] > 0, tf.int32)) * row), x)),
     "standardized before": standardized,
@@ -133,7 +146,9 @@ if not tf.control_flow_v2_enabled():  # there a list does not say that it was ma
     OWN["written to a list that grows"] = lambda x: score(turns(x, lambda i, found: (
         found.write(i, tf.reduce_sum(scaled(x[i]))),), growing())[0].stack())
 
-WHOLE = {  # loops whose turns take more than their example, so that each tower takes all turns
+WHOLE = {  # loops whose turns take more than their example, or make what may have any size, so that each tower takes all turns
+    "a row of all": lambda x: score(tf.map_fn(lambda row: tf.tanh(row) - tf.reduce_mean(row), likenesses(x))),
+    "a row of all, written": row_of_all_written,
     "a list that grows by two": lambda x: score(turns(x, lambda i, found: (
         found.write(2 * i, tf.reduce_sum(scaled(x[i]))).write(2 * i + 1, x[i, 0]),), growing())[0].stack()),
     "a growing list that some turns write to": lambda x: score(turns(x, lambda i, found: (tf.cond(

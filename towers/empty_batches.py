@@ -54,12 +54,31 @@ def survive_empty_batches(outputs, batch, context, ops):
 
 
 def tell_shapes(ops):
-    """Tells gradients of what took the examples apart, by control flow 1, which shape one has, where there may be none."""
+    """Lets gradients of what took examples apart, by control flow 1, be of none: TensorFlow needs the shape of one."""
     for op in ops:
         apart = forward_op_of(op) if op.type == "TensorArrayGatherV3" else None
-        shape = apart.inputs[2].shape[1:] if apart is not None and apart.type == "TensorArrayScatterV3" else None
-        if shape is not None and shape.is_fully_defined():
+        if apart is None or apart.type != "TensorArrayScatterV3":
+            continue
+        shape = apart.inputs[2].shape[1:]
+        if shape.is_fully_defined():
             set_shape_attribute(op, "element_shape", shape)
+        elif control_flow_of(op) is control_flow_now(op.graph):
+            _take_zeros(op, apart.inputs[2])
+
+
+def _take_zeros(op, like):
+    """Lets an op that takes all of a list not run where the examples `like` are none; what takes its output takes zeros there."""
+    output, consumers = op.outputs[0], op.outputs[0].consumers()
+    with op.graph.colocate_with(None, ignore_existing=True), tf.device(op.device), tf.name_scope(op.name + "/empty_batch/"):
+        is_empty = tf.equal(tf.shape(like)[0], 0)
+        numbers, _ = tf.raw_ops.Switch(data=op.inputs[1], pred=is_empty)
+        _, none = tf.raw_ops.Switch(data=like, pred=is_empty)
+        found, _ = tf.raw_ops.Merge(inputs=[output, tf.raw_ops.ZerosLike(x=none)])
+    rewire(op, 1, numbers)
+    for consumer in consumers:
+        for index, tensor in enumerate(consumer.inputs):
+            if tensor is output:
+                rewire(consumer, index, found)
 
 
 def _size(tensor):

@@ -14,7 +14,7 @@ from towers.private import (control_flow_now, control_flow_of, is_loop, outer_co
 from towers.sharding.carrying import carry_out
 from towers.sharding.conversions import Conversions
 from towers.sharding.nodes import Refused
-from towers.sharding.placements import Partial, PartialMean, Replicate, Shard
+from towers.sharding.placements import InTurn, Partial, PartialMean, Replicate, Shard
 
 __all__ = ["Rewriting"]
 
@@ -94,9 +94,13 @@ class Rewriting:
 
     def _is_of_own_size(self, op, number):
         """Tells whether TensorFlow takes what comes out of a list for as large as in the tower, and it is the whole batch's."""
-        dims, placement = None if self._whole is None else self._whole.dims(op.outputs[number]), self._plan.placements[op, number]
-        return isinstance(placement, Replicate) and dims is not None and op.outputs[number].shape.rank is not None and any(
-            None not in pair and pair[0] != pair[1] for pair in zip(dims, op.outputs[number].shape.as_list()))
+        tensor, placement = op.outputs[number], self._plan.placements[op, number]
+        dims = None if self._whole is None else self._whole.dims(tensor)
+        if dims is None or tensor.shape.rank is None or not isinstance(placement, (InTurn, Replicate, Shard)):
+            return False
+        own = placement.axis if isinstance(placement, Shard) else None
+        return any(None not in pair and pair[0] != pair[1] for axis, pair in enumerate(zip(dims, tensor.shape.as_list()))
+                   if axis != own)
 
     def _of_whole_size(self, op, number, inputs, flow):
         try:

@@ -56,7 +56,7 @@ def listed(node):
     if isinstance(placement, RowNumbers):
         return _listed_whole(node)
     if is_list_of_rows(node.context, placement) and node.op not in node.context.whole_lists:
-        return node.decide(Listed(InTurn(), BATCH))
+        return node.decide(Listed(InTurn(), BATCH), node.wanted([1]))
     if isinstance(placement, (Shard, Blocks)):
         if placement.axis == 0 or node.op in node.context.whole_lists:
             return _listed_whole(node)
@@ -137,7 +137,7 @@ def _list(node):
 def stacked(node):
     element, last = _element(node), len(node.inputs) - 1
     if is_stack_of_rows(node, 0, numbers=1 if node.type == "TensorListGather" else None):
-        return node.decide(Shard(0, BATCH, 1))
+        return node.decide(Shard(0, BATCH, 1), node.wanted([last]))
     found = moved(element, element.axis + 1) if isinstance(element, (Shard, Blocks)) else element
     wants = {**_shape_of_element(node, last, element), **node.wanted(range(1, last))}
     if node.type == "TensorListStack" and node.attr("num_elements") != -1 and node.outputs[0].rank and node.outputs[0].varies(0):
