@@ -153,11 +153,19 @@ def by_rows_of_a_variable(x):
     return tf.add_n([tf.reduce_sum(tf.sin(row) * tf.gather(rows, i) * rows[i]) for i, row in enumerate(tf.unstack(layer(x)))])
 
 
+def with_products_behind(x):
+    """Products that meet have the numbers of others of tower 0 in a tower of more examples, whose loop makes more products."""
+    h = tf.stack([tf.squeeze(tf.matmul(row[None], tf.eye(3, dtype=x.dtype)), 0) for row in tf.unstack(layer(x))])
+    return 0.01 * tf.add_n([tf.reduce_sum(tf.tanh(tf.matmul(of(h), h, transpose_a=True))) ** 2 for of in (
+        tf.sin, tf.tanh, tf.cos, tf.abs)])
+
+
 EXACT = [added_at_once, added_to_the_first, by_rows_of_a_variable, stacked, stacked_by_number, of_slices, of_tf_slices,
          gathered, split, added, added_to_a_penalty, averaged, of_two_each,
          of_two_lists, against_all,
          by_the_turns_number, of_as_many_rows_as_a_mask_leaves, of_branches, of_slopes,
-         against_the_first, against_the_one_before, by_constants_alone, of_as_many_sums]
+         against_the_first, against_the_one_before, by_constants_alone, of_as_many_sums,
+         with_products_behind]
 
 
 @pytest.mark.parametrize("model", EXACT)

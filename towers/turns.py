@@ -79,9 +79,9 @@ class Turns:
         expected = self._exchanges[turn]
         # Keras numbers its layers through the graph ('dense_3' in tower 1 where tower 0 has 'dense'). Such a name counts
         # as the same only if tower 0 has no exchange of that very name, which would mean another order.
-        elsewhere = any(came.name == other.name for other in self._exchanges)
-        same_name = came.name == expected.name or (
-            not elsewhere and without_numbers(came.name) == without_numbers(expected.name))
+        name = _of_op(came.name)
+        elsewhere = any(name == _of_op(other.name) for other in self._exchanges)
+        same_name = name == _of_op(expected.name) or not elsewhere and without_numbers(name) == without_numbers(expected.name)
         if not (came.is_like(expected) and same_name):
             raise TowerMismatchError("Towers differ at exchange %d: tower 0 has %s, tower %d has %s. %s"
                                      % (turn, expected, tower, came, ALIKE))
@@ -104,3 +104,8 @@ def without_numbers(name):
     """Returns a name without the numbers that TensorFlow and Keras add to names that were taken, or the tower's within it."""
     name = re.sub(r"tower(_\d+)+(?=_)", "tower", name)  # of a scope's whole name with other marks for "/"
     return re.sub(r"_\d+(?=/|$)", "", name)
+
+
+def _of_op(name):
+    """Returns the name of an exchange without the number of the op that it is made for: a loop before it made more of them."""
+    return re.sub(r"_\d+(?=/whole_batch(/|$))", "", name)
