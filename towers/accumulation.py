@@ -4,7 +4,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import ancestors, op_of
+from towers.graph_walk import ancestors, op_of, tensors_of
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.transforms import Transform, when
 from towers.wording import TowersWarning, some_of
@@ -106,7 +106,7 @@ def _layers_of_batches(replicas):
     """
     tower = replicas[0]
     found = [op for op in tower.ops if is_batch_norm(op) and op.get_attr("is_training")]
-    batch = {op_of(leaf) for leaf in tf.nest.flatten(tower.context.batch, expand_composites=True)} - {None}
+    batch = {leaf.op for leaf in tensors_of(tower.context.batch)}
     within = batch.union(tower.ops)
     found += [op for op in map(op_of, tower.update_ops) if batch & ancestors([op], within)]
     names = {tower.context.relative(op.name).rpartition("/")[0] for op in found}

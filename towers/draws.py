@@ -7,7 +7,7 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import ancestors, calls_of
+from towers.graph_walk import ancestors, calls_of, tensors_of
 from towers.wording import TowersWarning
 
 __all__ = ["drawing", "drawing_ops", "seeds_of", "warn_of_same_draws"]
@@ -56,8 +56,7 @@ def warn_of_same_draws(towers):
 
 def _drawn_for_examples(tower):
     """Returns the random ops of a tower that have seeds and whose first axis may be that of its batch."""
-    leaves = tf.nest.flatten(tower.context.batch, expand_composites=True)
-    sizes = {leaf.shape.as_list()[0] for leaf in leaves if tf.is_tensor(leaf) and leaf.shape.rank}
+    sizes = {leaf.shape.as_list()[0] for leaf in tensors_of(tower.context.batch) if leaf.shape.rank}
     return [op for op in tower.ops if _draws(op) and any(seeds_of(op)) and _may_begin_with(op, sizes)]
 
 

@@ -8,6 +8,7 @@ count on it, and such an op is refused. A list of the examples, as `tf.map_fn` m
 """
 import tensorflow.compat.v1 as tf
 
+from towers.graph_walk import tensors_of
 from towers.private import control_flow_now, control_flow_of, forward_op_of, rewire, runs_onednn, set_shape_attribute
 
 __all__ = ["survive_empty_batches", "tell_shapes"]
@@ -24,7 +25,7 @@ def survive_empty_batches(outputs, batch, context, ops):
     Raises:
       ValueError: where the batch is known to be empty, and goes into an op that makes something of none.
     """
-    leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
+    leaves = tensors_of(batch)
     may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and not _size(leaf) for leaf in leaves)
     if context.num_towers == 1 or not may_be_empty:
         return outputs

@@ -4,8 +4,8 @@ import tensorflow.compat.v1 as tf
 from towers.private import taken_from_outside, waiting_for
 
 __all__ = ["BRANCHES", "CALLS", "ENTERS", "EXITS", "LOOPS_BACK", "MERGES", "VARIABLES", "ancestors", "calls_of", "descendants",
-           "end_of", "in_circles", "is_ref", "is_variable", "op_of", "reads_of", "variable_of", "writes_of", "written_variable",
-           "written_variables"]
+           "end_of", "in_circles", "is_ref", "is_variable", "op_of", "reads_of", "tensors_of", "variable_of", "writes_of",
+           "written_variable", "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
@@ -32,6 +32,11 @@ def op_of(item):
     """Returns the op of a tensor, variable or op; None for anything else."""
     op = getattr(item, "op", item)
     return op if isinstance(op, tf.Operation) else None
+
+
+def tensors_of(structure):
+    """Returns the tensors of a nested structure, those of sparse and ragged ones among them, a list."""
+    return [leaf for leaf in tf.nest.flatten(structure, expand_composites=True) if tf.is_tensor(leaf)]
 
 
 def end_of(item):

@@ -8,9 +8,8 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.graph_walk import ancestors, end_of, is_variable, op_of
-from towers.own_data import takes_own_data
+from towers.own_data import own_leaves, takes_own_data
 from towers.wording import TowersWarning, some_of
-from towers.written import all_leaves, own_leaves
 
 __all__ = ["warn_of_initial_values"]
 
@@ -29,7 +28,7 @@ def warn_of_initial_values(towers, batches, added, stacklevel=4):
     first = towers[0]
     if first.context.num_towers == 1:
         return
-    made, own = set(first.ops), (own_leaves if first.context.meetings.peers is None else all_leaves)(batches)[0]
+    made, own = set(first.ops), own_leaves(batches, first.context.meetings.peers)[0]
     stop = {op for op in first.ops if op.type in _OF_SHAPES or _takes_first_rows(op, own)}
     variables = {item.op: item for items in added.values() for item in items if is_variable(item)}
     found = [op for op, variable in variables.items() if variable.initializer in made and takes_own_data(

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.functions import MADE_UP, Functions
-from towers.graph_walk import VARIABLES, end_of
+from towers.graph_walk import VARIABLES, end_of, tensors_of
 from towers.lookups import looked_up
 from towers.private import taken_from_outside
 from towers.rows import is_sparse
@@ -75,7 +75,7 @@ class _View:
             for position in range(span.first, span.last):
                 self.spans.setdefault(position, span)
         self.stand_ins = tower.context.meetings.stand_ins
-        leaves = [leaf for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
+        leaves = tensors_of(batch)
         # A sparse tensor's own shape too, which those of its parts do not show.
         self.shapes = [leaf.shape for leaf in leaves + list(filter(is_sparse, tf.nest.flatten(batch)))]
         self.leaves = {}

@@ -1,8 +1,6 @@
 """Whether what a tower computed is of its own part of the batch, or the same in all towers."""
-import tensorflow.compat.v1 as tf
-
 from towers.exchanges import stands_at_exchange
-from towers.graph_walk import end_of, op_of
+from towers.graph_walk import end_of, op_of, tensors_of
 
 __all__ = ["own_leaves", "takes_own_data"]
 
@@ -19,7 +17,7 @@ def takes_own_data(items, context, stop=(), own=None):
       stop: operations that are not passed.
       own: set of the ends of what is the tower's own; None is all that it has of the batch.
     """
-    own = own_leaves(context) if own is None else own
+    own = _leaves_of(context.batch) if own is None else own
     seen, stack = set(), []
     for item in items:
         if end_of(item) in own:
@@ -37,7 +35,19 @@ def takes_own_data(items, context, stop=(), own=None):
     return False
 
 
-def own_leaves(context):
-    """Returns the ends, as `end_of` has them, of what a tower has of the batch: a set."""
-    return {end_of(leaf) for leaf in tf.nest.flatten(context.batch, expand_composites=True)
-            if tf.is_tensor(leaf) and leaf.shape.rank != 0}
+def own_leaves(batches, peers):
+    """Returns what of each tower's batch others have other values of, a list of sets of ends.
+
+    Args:
+      batches: list over towers of nested structures.
+      peers: the workers that the towers have peers in, who have all but scalars other; None where there are none.
+    """
+    if peers is not None:
+        return list(map(_leaves_of, batches))
+    leaves = [list(map(end_of, tensors_of(batch))) for batch in batches]
+    return [{leaf for leaf in of_tower if not all(leaf in of_other for of_other in leaves)} for of_tower in leaves]
+
+
+def _leaves_of(batch):
+    """Returns the ends, as `end_of` has them, of what a tower has of the batch, scalars left out: a set."""
+    return {end_of(leaf) for leaf in tensors_of(batch) if leaf.shape.rank != 0}

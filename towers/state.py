@@ -18,12 +18,13 @@ from towers.graph_walk import (
     CALLS, ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables)
 from towers.initial_values import warn_of_initial_values
 from towers.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
+from towers.own_data import own_leaves
 from towers.own_effects import OwnEffects
 from towers.private import control_flow_now, control_flow_of, rewire
 from towers.turns import TowerMismatchError
 from towers.twins import find_twins
 from towers.wording import TowersWarning, some_of
-from towers.written import View, all_leaves, own_leaves
+from towers.written import View
 
 __all__ = ["settle_state"]
 
@@ -56,8 +57,7 @@ def settle_state(towers, batches, collections):
         return towers
     aggregated = towers[0].context.meetings.aggregated()
     peers = towers[0].context.meetings.peers
-    leaves = own_leaves(batches) if peers is None else all_leaves(batches)
-    views = [View(*each, aggregated) for each in zip(towers, leaves, collections, writes)]
+    views = [View(*each, aggregated) for each in zip(towers, own_leaves(batches, peers), collections, writes)]
     state = _State(views)
     if peers is not None:
         state.refuse_writes_of_own_data()

@@ -6,7 +6,7 @@ from towers.graph_walk import ancestors, end_of, is_ref, is_variable, op_of, rea
 from towers.ordering import READS
 from towers.private import control_flow_now, control_flow_of, waiting_for
 
-__all__ = ["View", "all_leaves", "own_leaves"]
+__all__ = ["View"]
 
 
 class View:
@@ -106,16 +106,3 @@ class View:
                 found += [(read, i) for i, taken in enumerate(read.inputs) if not tensors and is_ref(taken)]
         needed = self.reached if of_items else self.needed
         return [use for use in found if use[0] in needed and use[0] not in self.writes]
-
-
-def own_leaves(batches):
-    """Returns what of each tower's batch is not given to all of them, a list of sets of (op, number of the output)."""
-    leaves = [[end_of(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(leaf)]
-              for batch in batches]
-    return [{leaf for leaf in of_tower if not all(leaf in of_other for of_other in leaves)} for of_tower in leaves]
-
-
-def all_leaves(batches):
-    """Returns all of each tower's batch but scalars: what another worker's towers have other values of."""
-    return [{end_of(leaf) for leaf in tf.nest.flatten(batch, expand_composites=True)
-             if tf.is_tensor(leaf) and leaf.shape.rank != 0} for batch in batches]
