@@ -17,7 +17,8 @@ ROOT = Path(__file__).parent.parent
 in_processes = pytest.mark.xdist_group("packages")  # they share them
 
 # Nothing imports a file to its right or below.
-ORDER = {"towers": ["version", "annotations", "wording", "context", "sums", "slices", "private", "gradient_hook", "turns",
+ORDER = {"towers": ["version", "annotations", "arguments", "wording",
+                    "context", "sums", "slices", "private", "gradient_hook", "turns",
                     "meetings", "exchanges", "cross_tower", "placement", "rows", "batch", "shares", "sharing", "graph_walk",
                     "ordering", "inner_training", "draws", "workers.cluster", "workers.collectives", "workers.watchdog",
                     "workers.gradient_sums", "workers.variables", "workers.peers", "workers.sessions", "workers.plain",

@@ -1,9 +1,28 @@
 """What `sync_batch_norm` may be given: each argument checked while the graph is built, with the layer's name in the message."""
 import tensorflow.compat.v1 as tf
 
+from towers.arguments import FLAG, FUNCTION, INITIALIZER, NUMBER, SCALAR, Kind, as_tensor, check, optional
 from tf_syncbn.kernels.rows import accumulator
 
-__all__ = ["check_axis", "check_mask", "check_numbers", "check_training"]
+__all__ = ["check_axis", "check_kinds", "check_mask", "check_numbers", "check_training"]
+
+_KINDS = {
+    FLAG: "center scale trainable renorm", optional(FLAG): "unbiased fused",
+    NUMBER: "epsilon", SCALAR: "momentum renorm_momentum",
+    optional(FUNCTION): "beta_regularizer gamma_regularizer beta_constraint gamma_constraint",
+    optional(INITIALIZER): "beta_initializer gamma_initializer moving_mean_initializer moving_variance_initializer",
+    Kind("a str, a tf.VariableScope, or None", lambda value: value is None or isinstance(value, (str, tf.VariableScope))): "name",
+    Kind("True, False, tf.AUTO_REUSE, or None", lambda value: value is None or isinstance(
+        value, type(tf.AUTO_REUSE)) or FLAG.holds(value)): "reuse",
+    Kind("a dict, or None", lambda value: value is None or isinstance(value, dict)): "renorm_clipping",
+    Kind("the name of a collection, a list of such, or None", lambda value: value is None or isinstance(
+        value, (str, list, tuple))): "updates_collections"}
+
+
+def check_kinds(arguments):
+    """Raises TypeError for an argument, in a dict from names, that is of another kind than it has to be."""
+    for kind, names in _KINDS.items():
+        check(kind, **{name: arguments[name] for name in names.split()})
 
 
 def check_axis(inputs, axis, name):
@@ -59,7 +78,7 @@ def check_mask(mask, x, axis, name):
     """Returns the mask with an axis of size 1 for the channels and the dtype of the statistics of `x`, or None."""
     if mask is None:
         return None
-    mask = tf.convert_to_tensor(mask)
+    mask = as_tensor(mask, "mask")
     if mask.dtype != tf.bool and not mask.dtype.is_floating and not mask.dtype.is_integer:
         raise TypeError("sync_batch_norm %r: a mask is bool or weights; %r is %s." % (name, mask.name, mask.dtype.name))
     positions = [size for i, size in enumerate(x.shape.as_list()) if i != axis]

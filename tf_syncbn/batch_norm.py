@@ -5,8 +5,9 @@ from typing import Any, Dict, Optional, Sequence, Union
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Tensor, TensorFn, TensorLike, VariableScope
+from towers.arguments import as_tensor
 from towers.exchanges import tower_here
-from tf_syncbn.arguments import check_axis, check_mask, check_numbers, check_training
+from tf_syncbn.arguments import check_axis, check_kinds, check_mask, check_numbers, check_training
 from tf_syncbn.kernels.rows import accumulator, known_count
 from tf_syncbn.kernels.inference import normalize_by_averages
 from tf_syncbn.kernels.moments import packed
@@ -108,11 +109,12 @@ def sync_batch_norm(
     if tf.executing_eagerly():
         raise RuntimeError("sync_batch_norm builds TensorFlow 1 graphs, and eager execution is on: call "
                            "tf.compat.v1.disable_eager_execution() when the program starts.")
+    check_kinds(locals())
     tower = tower_here("sync_batch_norm")
     is_open = isinstance(name, tf.VariableScope)
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse, auxiliary_name_scope=not is_open) as scope:
         scope.set_partitioner(None)
-        inputs = tf.convert_to_tensor(inputs, name="inputs")
+        inputs = as_tensor(inputs, "inputs")
         momentum, renorm_momentum = (
             tf.convert_to_tensor(m) if isinstance(m, tf.Variable) else m for m in (momentum, renorm_momentum))
         axis = check_axis(inputs, axis, scope.name)

@@ -8,6 +8,7 @@ from typing import Sequence
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Structure
+from towers.arguments import LIST, as_tensor, check
 from towers.placement import HOST
 from towers.rows import is_ragged, is_sparse, num_rows, split_rows
 
@@ -22,6 +23,7 @@ class PerTower:
     """
 
     def __init__(self, batches: Sequence[Structure]) -> None:
+        check(LIST, batches=batches)
         self.batches = list(batches)
 
 
@@ -143,7 +145,7 @@ def _checked_size(leaves, tower):
 
 
 def _to_tensor(leaf):
-    tensor = leaf if is_sparse(leaf) or is_ragged(leaf) else tf.convert_to_tensor(leaf)
+    tensor = leaf if is_sparse(leaf) or is_ragged(leaf) else as_tensor(leaf, "batch")
     if tensor.shape.rank is None:
         raise ValueError("%r has unknown rank and can't be split over towers: give it a shape." % _name(tensor))
     return tensor
@@ -173,8 +175,9 @@ def _split(leaf, size, sizes, num_towers):
 def _batch_size(leaves, num_towers):
     batched = [leaf for leaf in leaves if leaf.shape.rank]
     if not batched:
-        raise ValueError("The batch holds no tensor of rank 1 or more, so there is nothing to split over towers: hand "
-                         "in towers.PerTower or a callable that makes each tower's batch.")
+        raise ValueError("The batch holds no tensor of rank 1 or more, so there is nothing to split over towers: hand in tensors "
+                         "or arrays (each number of a list is taken by itself, np.asarray makes it one), towers.PerTower, or a "
+                         "callable that makes each tower's batch.")
     known = {tf.dimension_value(leaf.shape[0]): _name(leaf) for leaf in batched}
     known.pop(None, None)
     if len(known) > 1:

@@ -3,12 +3,14 @@
 The model function stays as it is: it gets its share of the batch and returns its loss. What belongs to a tower is what
 the call of the model function made, never what matches a name prefix.
 """
+import inspect
 from typing import Any, List, Optional, Sequence, Union
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import ModelFn, Tensor, VariablePlacement
+from towers.arguments import DEVICE, FLAG, FUNCTION, check, optional
 from towers.batch import PerTower, check_batch, known_sizes, split_batch
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.draws import warn_of_same_draws
@@ -78,6 +80,7 @@ class TowerBuilder:
     def __init__(self, devices: Optional[Sequence[str]] = None, aggregation_device: Optional[str] = None,
                  variable_placement: VariablePlacement = "host", num_towers: Optional[int] = None,
                  workers: Optional[Workers] = None) -> None:
+        check(optional(DEVICE), aggregation_device=aggregation_device)
         self.devices: List[str] = in_turn(find_devices() if devices is None else check_devices(devices), num_towers)
         self.aggregation_device: str = check_device(aggregation_device or self.devices[0])
         self.place_variable = placement_of(variable_placement, self.devices)
@@ -130,7 +133,9 @@ class TowerBuilder:
             with tf.variable_scope(tf.get_variable_scope(), reuse=True):
                 evaluated = builder.build(model_fn, (images, labels), training=False).merged()
         """
-        _check_call(model_fn)
+        check(FUNCTION, model_fn=model_fn)
+        check(FLAG, alike=alike)
+        _check_call()
         name_the_cure(self.devices + [self.aggregation_device])
         batches = self._divide(batch)
         build = _Build(self, training)
@@ -213,6 +218,7 @@ class _Build:
             first_op = len(graph.get_operations())
             place = TowerDevices(devices[index], self._builder.place_variable)
             with self.collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
+                _check_signature(model_fn, args)
                 with enter_tower(context), tf.device(place), explained(index):
                     outputs = model_fn(*args)
                     outputs = survive_empty_batches(outputs, args, context, graph.get_operations()[first_op:])
@@ -244,9 +250,7 @@ def _check_workers(workers):
     return workers if workers is not None and workers.size > 1 else None
 
 
-def _check_call(model_fn):
-    if not callable(model_fn):
-        raise TypeError("model_fn has to be a function of a tower's batch, not %r." % (model_fn,))
+def _check_call():
     if tf.executing_eagerly():
         raise RuntimeError("towers builds TensorFlow 1 graphs, and eager execution is on: call "
                            "tf.compat.v1.disable_eager_execution() when the program starts, or build within "
@@ -267,6 +271,21 @@ def _arguments(batch, context):
     batch = tf.nest.map_structure(lambda leaf: take_in(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch,
                                   expand_composites=True)
     return batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
+
+
+def _check_signature(model_fn, args):
+    """Raises TypeError where a model function takes another number of arguments than a tower's batch hands it."""
+    try:
+        signature = inspect.signature(model_fn)
+    except (TypeError, ValueError):  # of what Python knows no signature
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        cure = " A tuple reaches it as several arguments, a list or anything else as one: hand in (x, y) for [x, y]." if (
+            len(args) == 1) else ""
+        raise TypeError("The model function takes %s, and the batch hands it %d argument%s: %s.%s" % (
+            signature, len(args), "s" * (len(args) != 1), error, cure)) from error
 
 
 def _loss_of(outputs, index):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Tensor, TensorLike
+from towers.arguments import FLAG, TEXT, as_tensor, check, optional
 from towers.exchanges import gradient_place, meet_at, next_place, others_here, pass_with_gradient
 from towers.meetings import Across
 from towers.slices import as_dense
@@ -43,9 +44,10 @@ def all_reduce(tensor: TensorLike, reduction: str = "sum", name: Optional[str] =
     """
     if reduction not in ("sum", "mean"):
         raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
+    check(optional(TEXT), name=name)
     tower = others_here("all_reduce")
     with tf.name_scope(name, "all_reduce"):
-        tensor = tf.convert_to_tensor(tensor)
+        tensor = as_tensor(tensor, "tensor")
         if tensor.dtype == tf.bool or (reduction == "mean" and not tensor.dtype.is_floating):
             raise TypeError("all_reduce takes no %s of %s tensors (%r): cast it first."
                             % (reduction, tensor.dtype.name, tensor.name))
@@ -80,9 +82,11 @@ def all_gather(tensor: TensorLike, name: Optional[str] = None, with_offset: bool
         similar = tf.matmul(features, of_all, transpose_b=True)
         own = first + tf.range(tf.shape(features)[0])       # the column of each row of `similar` that is the row itself
     """
+    check(optional(TEXT), name=name)
+    check(FLAG, with_offset=with_offset)
     tower = others_here("all_gather")
     with tf.name_scope(name, "all_gather"):
-        tensor = tf.convert_to_tensor(tensor)
+        tensor = as_tensor(tensor, "tensor")
         if not tensor.shape.rank:
             raise ValueError("all_gather joins along axis 0 and needs a known rank of 1 or more; %r has shape %s."
                              % (tensor.name, tensor.shape))

@@ -14,13 +14,14 @@ from typing import Callable, List, Optional, Sequence, Union
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import GradsAndVars, Optimizer, Tensor, UpdateOps, Variable
+from towers.arguments import FLAG, OPTIMIZER, VARIABLES, Kind, check, optional
 from towers.context import check_graph
 from towers.empty_batches import tell_shapes
 from towers.gradient_hook import detail_of, with_gradient
 from towers.ordering import READS
 from towers.overlap import fill_meetings
 from towers.packing import averaged_in_packs
-from towers.replicas import Tower, Towers
+from towers.replicas import TOWERS, Tower, Towers
 from towers.sharding.own_examples import warn_of_own_examples
 from towers.shares import checked_loss, scalar_loss
 from towers.slices import are_slices, join_slices, with_numbers
@@ -34,6 +35,14 @@ __all__ = ["average_gradients", "compute_gradients", "losses_of", "scaled_gradie
 # TensorFlow's own, which scale losses and gradients back, or hand on to another optimizer.
 _SCALES_OR_HANDS_ON = ("MixedPrecisionLossScaleOptimizer", "LossScaleOptimizer", "MovingAverageOptimizer",
                        "SyncReplicasOptimizer", "VariableClippingOptimizer", "TowerOptimizer")
+
+
+def _are_grads(tower_grads):
+    return isinstance(tower_grads, (list, tuple)) and all(isinstance(grads, (list, tuple)) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in grads) for grads in tower_grads)
+
+
+GRADS = Kind("a list, over towers, of lists of (gradient, variable)", _are_grads)
 
 
 def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional[Sequence[Variable]] = None,
@@ -71,8 +80,9 @@ def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional
 
 def scaled_gradients(replicas, optimizer, var_list=None, loss=None, factors=()):
     """Computes what `compute_gradients` does, of losses times `factors`, a list of numbers and scalar tensors."""
-    if not isinstance(optimizer, tf.train.Optimizer):
-        raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
+    check(TOWERS, replicas=replicas)
+    check(OPTIMIZER, optimizer=optimizer)
+    check(optional(VARIABLES), var_list=var_list)
     check_graph(replicas[0].context.meetings.graph, "compute_gradients")
     losses = losses_of(replicas, loss)
     if len(replicas) > 1:
@@ -127,6 +137,8 @@ def average_gradients(replicas: Towers, tower_grads: Sequence[GradsAndVars], upd
       ValueError: if there is no gradient; under another graph than the towers'; for another policy.
       TypeError: for update ops that are none.
     """
+    check(TOWERS, replicas=replicas)
+    check(FLAG, pack=pack)
     check_graph(replicas[0].context.meetings.graph, "average_gradients")
     _check_variables(tower_grads, len(replicas))
     averaged, variables = [], []
@@ -270,6 +282,7 @@ def _sum(gradients):
 
 
 def _check_variables(tower_grads, num_towers):
+    check(GRADS, tower_grads=tower_grads)
     if len(tower_grads) != num_towers:
         raise TowerMismatchError("tower_grads has to hold a list of (gradient, variable) for each of the %d towers; it holds %d."
                                  % (num_towers, len(tower_grads)))

@@ -10,6 +10,7 @@ from typing import Any, List, NamedTuple, Tuple, Union
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import StepFn, Tensor
+from towers.arguments import as_tensor
 from towers.context import current_tower
 from towers.graph_walk import is_ref
 from towers.inner_training import applies_gradients
@@ -220,7 +221,7 @@ def _checked_number(num_steps, num_places):
     """Returns a number of steps as int where it is known now, else as scalar int32 or int64 tensor."""
     given, known = num_steps, num_steps
     if not hasattr(num_steps, "__index__") or tf.is_tensor(num_steps):
-        num_steps = tf.convert_to_tensor(num_steps)
+        num_steps = as_tensor(num_steps, "num_steps")
         known = tf.get_static_value(num_steps)
         if not num_steps.dtype.is_integer or num_steps.shape.rank not in (0, None):
             raise TypeError("num_steps has to be an int or a scalar integer tensor; %r is %s of shape %s."

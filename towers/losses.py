@@ -9,6 +9,7 @@ from typing import Optional
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Tensor, TensorLike
+from towers.arguments import FLAG, TEXT, WHOLE, as_tensor, check, optional
 from towers.context import current_tower
 from towers.logits import find_logits, looks_like
 from towers.wording import TowersWarning
@@ -57,8 +58,11 @@ def softmax_cross_entropy(outputs: TensorLike, labels: TensorLike, from_logits: 
     """
     if reduction not in ("mean", "none"):
         raise ValueError("softmax_cross_entropy knows the reductions 'mean' and 'none', not %r." % (reduction,))
+    check(optional(TEXT), name=name)
+    check(optional(FLAG), from_logits=from_logits)
+    check(WHOLE, axis=axis)
     with tf.name_scope(name, "softmax_cross_entropy"):
-        outputs, labels = tf.convert_to_tensor(outputs), tf.convert_to_tensor(labels)
+        outputs, labels = as_tensor(outputs, "outputs"), as_tensor(labels, "labels")
         axis = _checked_axis(outputs, axis)
         is_dense = _is_dense(labels, outputs, axis)
         logits = _logits_of(outputs, from_logits, axis)

@@ -9,6 +9,7 @@ from typing import List, Optional, Sequence
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import ConfigProto
+from towers.arguments import CONFIG, LIST, check, optional
 from towers.wording import TowersWarning
 
 __all__ = ["find_devices", "session_config"]
@@ -41,7 +42,7 @@ def check_devices(devices):
       TypeError: if it is not a list or tuple of strings.
       ValueError: if it is empty or holds what is no device name.
     """
-    if isinstance(devices, str) or not hasattr(devices, "__iter__"):
+    if not LIST.holds(devices):
         raise TypeError("devices has to be a list of device names, one for each tower, not %r." % (devices,))
     devices = list(devices)
     if not devices:
@@ -188,6 +189,7 @@ def session_config(devices: Optional[Sequence[str]] = None, config: Optional[Con
     Raises:
       TypeError, ValueError: for devices that are no list of device names.
     """
+    check(optional(CONFIG), config=config)
     devices = find_devices() if devices is None else check_devices(devices)
     result = tf.ConfigProto()
     if config is not None:

@@ -5,6 +5,7 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, U
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Operation, Structure, Tensor
+from towers.arguments import Kind
 from towers.context import TowerContext, check_graph
 from towers.global_loss import watched
 from towers.graph_walk import end_of
@@ -12,7 +13,7 @@ from towers.sharding.joining import join_placed
 from towers.sharding.placements import PartialMean
 from towers.shares import shares, weighted_sum
 
-__all__ = ["Tower", "Towers"]
+__all__ = ["TOWERS", "Tower", "Towers"]
 
 
 class Tower(NamedTuple):
@@ -147,3 +148,6 @@ def _names_of(outputs):
         return ["output"] * len(tf.nest.flatten(outputs))
     return [re.sub("[^A-Za-z0-9_.]", "_", str(key)).lstrip("_") or "output"
             for key in sorted(outputs) for _ in tf.nest.flatten(outputs[key])]
+
+
+TOWERS = Kind("the Towers that TowerBuilder.build returned", lambda value: isinstance(value, Towers))

@@ -7,6 +7,7 @@ of a "weight".
 """
 import tensorflow.compat.v1 as tf
 
+from towers.arguments import as_tensor
 from towers.batch import count_examples
 from towers.placement import HOST
 from towers.sums import sum_in_order
@@ -93,7 +94,7 @@ def scalar_loss(loss, index):
     if loss is None:
         raise ValueError("The loss of tower %d is None: return a scalar as \"loss\", or leave that key out where there is none."
                          % index)
-    loss = tf.convert_to_tensor(loss)
+    loss = as_tensor(loss, "The loss of tower %d" % index)
     if loss.shape.rank not in (0, None) or not loss.dtype.is_floating:
         raise ValueError("The loss of tower %d has to be a floating point scalar; %r is %s of shape %s. Average it over the "
                          "tower's examples; a list of terms, decays say, is added up, tf.reduce_sum."

@@ -4,8 +4,9 @@ from typing import Callable, Optional, Sequence, Union
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Operation, Optimizer, Tensor, Transforms, UpdateOps, Variable
+from towers.arguments import FLAG, OPTIMIZER, STEP, check, optional
 from towers.gradients import average_gradients, losses_of, scaled_gradients
-from towers.replicas import Tower, Towers
+from towers.replicas import TOWERS, Tower, Towers
 from towers.transforms import Step, begin, check_transforms
 from towers.update_ops import chosen_update_ops
 from towers.variable_placement import warn_of_stale_reads
@@ -50,6 +51,10 @@ def minimize(replicas: Towers, optimizer: Optimizer, *, update_ops: UpdateOps = 
                                    global_step=tf.train.get_or_create_global_step())
         generator_op = towers.minimize(replicas, optimizer, loss="generator_loss", var_list=tf.trainable_variables("generator"))
     """
+    check(TOWERS, replicas=replicas)
+    check(OPTIMIZER, optimizer=optimizer)
+    check(optional(STEP), global_step=global_step)
+    check(FLAG, pack=pack)
     check_transforms(transforms)
     losses = None if loss is None else losses_of(replicas, loss)  # once: a function may build ops
     updates = chosen_update_ops(replicas, update_ops)

@@ -9,6 +9,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple, Union
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import GradsAndVars, Operation, Tensor, TransformFn
+from towers.arguments import LIST, SCALAR, check
 from towers.replicas import Towers
 from towers.slices import with_numbers
 
@@ -47,7 +48,11 @@ class Transform(NamedTuple):
 
 def check_transforms(transforms):
     """Raises TypeError for what is no transform."""
+    check(LIST, transforms=transforms)
     for transform in transforms:
+        if getattr(transform, "__annotations__", {}).get("return") in (Transform, TransformFn):
+            raise TypeError("towers.%s makes a transform: hand in what it returns, transforms=[towers.%s(...)]."
+                            % (transform.__name__, transform.__name__))
         if not isinstance(transform, Transform) and not callable(transform):
             raise TypeError("A transform is a function of a list of (gradient, variable), not %r." % (transform,))
 
@@ -137,6 +142,7 @@ def clip_by_global_norm(clip_norm: Union[float, Tensor]) -> TransformFn:
 
         train_op = towers.minimize(replicas, optimizer, transforms=[towers.clip_by_global_norm(5.0)])
     """
+    check(SCALAR, clip_norm=clip_norm)
     if not tf.is_tensor(clip_norm) and not isinstance(clip_norm, tf.Variable) and not clip_norm > 0:
         raise ValueError("clip_by_global_norm: clip_norm has to be more than 0, not %r." % (clip_norm,))
 
@@ -170,6 +176,7 @@ def clip_by_value(least: Union[float, Tensor], most: Union[float, Tensor]) -> Tr
 
         train_op = towers.minimize(replicas, optimizer, transforms=[towers.clip_by_value(-1.0, 1.0)])
     """
+    check(SCALAR, least=least, most=most)
     if not any(map(tf.is_tensor, (least, most))) and not least < most:
         raise ValueError("clip_by_value: the second number has to be more than the first; they are %r and %r." % (least, most))
 

@@ -9,6 +9,7 @@ from typing import List
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import Operation
+from towers.arguments import check
 from towers.context import check_graph
 from towers.exchanges import stands_at_exchange
 from towers.graph_walk import (
@@ -17,7 +18,7 @@ from towers.keras3 import CURE, made_by_keras3
 from towers.private import control_flow_now, control_flow_of, outer_control_flow
 from towers.ordering import READS, read_after
 from towers.own_data import takes_own_data
-from towers.replicas import Towers
+from towers.replicas import TOWERS, Towers
 from towers.wording import TowersWarning
 
 __all__ = ["chosen_update_ops", "collect_update_ops"]
@@ -58,6 +59,7 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
     if policy not in POLICIES:
         raise ValueError("The policy for update ops is one of %s, not %r."
                          % (", ".join(repr(p) for p in POLICIES), policy))
+    check(TOWERS, replicas=replicas)
     check_graph(replicas[0].context.meetings.graph, "collect_update_ops")
     shared = replicas[0].context.shared_updates
     own = [tower.own_updates for tower in replicas]

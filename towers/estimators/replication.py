@@ -11,6 +11,7 @@ from typing import Any, Callable, Optional, Sequence
 import tensorflow.compat.v1 as tf
 
 from towers.annotations import ModelFn, TensorLike, Transforms, VariablePlacement
+from towers.arguments import FUNCTION, TEXT, check, optional
 from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.estimators.metrics import count_all_examples, merged_metrics
@@ -236,9 +237,9 @@ def _check_estimator():
 
 def _check_arguments(model_fn, loss_reduction, update_ops, transforms, convert, weight):
     """Returns the names of the model function's arguments; raises TypeError or ValueError for arguments that are none."""
-    for name, function in [("model_fn", model_fn), ("convert", convert), ("weight", weight)]:
-        if not callable(function) and (function is not None or name == "model_fn"):
-            raise TypeError("%s has to be a function, not %r." % (name, function))
+    check(FUNCTION, model_fn=model_fn)
+    check(optional(FUNCTION), convert=convert, weight=weight)
+    check(TEXT, loss_reduction=loss_reduction)
     check_transforms(transforms)
     names = [transform.name for transform in transforms if isinstance(transform, Transform)]
     if loss_reduction == tf.losses.Reduction.SUM and "accumulate" in names:
