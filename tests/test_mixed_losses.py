@@ -924,6 +924,20 @@ def test_batch_norms_that_move_averages_may_be_the_towers_own(name, sizes, silen
         [(part,) for part in np.split(X, np.cumsum(sizes)[:-1])]))
 
 
+@pytest.mark.parametrize("name,found", [
+    ("tf.layers", "1, 'batch_normalization'"), ("tf.layers, not fused", "1, 'batch_normalization'"),
+    ("tf.layers, twice", "2, 'batch_normalization', 'batch_normalization_1'"),
+    ("tf.layers by a placeholder", "1, 'batch_normalization"), ("synchronized", None)])
+def test_batch_norms_of_the_towers_own_are_logged(name, found, monkeypatch):
+    """Whoever forgot to convert the model finds it there."""
+    logged = []
+    monkeypatch.setattr(tf.logging, "info", lambda message, *values: logged.append(message % values))
+    build(lambda x: tf.reduce_mean(tf.sin(OWN_BATCH_NORMS[name](x))), (tf.constant(X),), 2)
+    said = [line for line in logged if "own moments" in line]
+    assert len(said) == (found is not None)
+    assert found is None or found in said[0]
+
+
 def test_nothing_is_said_of_a_converted_model(silent):
     def model_fn(x, *_):
         y = tf.layers.batch_normalization(x * weights(x.dtype), training=True)

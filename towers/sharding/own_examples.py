@@ -23,7 +23,7 @@ from towers.sharding.rules.sizes import is_of_shapes
 from towers.sharding.rules.slices import takes_by_place
 from towers.sharding.twin import layers_of
 from towers.static_values import static_value
-from towers.wording import TowersWarning
+from towers.wording import TowersWarning, some_of
 
 __all__ = ["warn_of_own_examples"]
 
@@ -47,7 +47,11 @@ def warn_of_own_examples(losses, towers, is_divided=False, stacklevel=3):
     loss, tower = min(zip(losses, towers), key=lambda pair: any(
         tf.dimension_value(leaf.shape[0]) == 1 for leaf in tf.nest.flatten(pair[1].context.batch)
         if isinstance(leaf, tf.Tensor) and leaf.shape.rank))
-    lines = _Question(loss, tower, is_divided).answer()
+    question = _Question(loss, tower, is_divided)
+    lines = question.answer()
+    if question.batch_norms:
+        tf.logging.info("TowerBuilder.build: batch norms of each tower's own moments, which tf_syncbn.convert_model would sync: "
+                        "%d, %s", len(question.batch_norms), some_of(sorted(question.batch_norms), _MOST_LINES))
     if lines:
         more = ["and %d more" % (len(lines) - _MOST_LINES)] if len(lines) > _MOST_LINES else []
         warnings.warn(
@@ -65,6 +69,7 @@ class _Question:
         while loss.op not in self._made and loss.op.inputs:  # a check of its weight
             loss = loss.op.inputs[0]
         self._loss, self._counts, self._lines, self._outside = loss, set(), {}, {}
+        self.batch_norms = set()  # scopes of those with moving averages
 
     def answer(self):
         """Returns a list of lines, one for each scope, the loss's first."""
@@ -125,12 +130,22 @@ class _Question:
                 given = list(op.inputs)[len(op.inputs) - len(inner.body.inputs):]
                 self._outside.update(zip(map(end_of, inner.body.inputs), given))
                 self._look_at(inner.plan, scope + self._named(op.outputs[0]) + "/")
-            if decision is not None and decision.instead is not None and decision.meets == "sum" and op not in self._averaged:
+            if decision is not None and decision.instead is not None and decision.meets == "sum" and op in self._averaged:
+                self._note_batch_norm(op, scope)
+            elif decision is not None and decision.instead is not None and decision.meets == "sum":
                 self._add(op, scope, "normalizes with the tower's own moments" if is_batch_norm(op) else
                           "combines the tower's own examples")
             for output in op.outputs:
-                if end_of(output) in plan.at_source and not self._is_moved(output) and not self._is_count(output):
+                if end_of(output) in plan.at_source and self._is_moved(output):
+                    self._note_batch_norm(op, scope)
+                elif end_of(output) in plan.at_source and not self._is_count(output):
                     self._add(op, scope, "is computed from all of the tower's own examples, and used further")
+
+    def _note_batch_norm(self, op, scope):
+        """Notes the scope of a layer whose moments go into moving averages: of a fused op, or as `tf.nn.moments` names it."""
+        layer, _, name = (scope + self._tower.context.relative(op.name)).rpartition("/")
+        if is_batch_norm(op) or layer.endswith("moments"):
+            self.batch_norms.add(layer.rpartition("/")[0] if not is_batch_norm(op) else layer or name)
 
     def _how(self, op, k, want, placement):
         """Returns how an op takes an input otherwise than one tower would, a str; None where it does not."""
