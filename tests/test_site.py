@@ -3,6 +3,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 
 
-def load_assemble():
-    spec = importlib.util.spec_from_file_location("assemble", str(ROOT / "docs" / "site" / "assemble.py"))
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, str(ROOT / "docs" / "site" / (name + ".py")))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-assemble = load_assemble()
+assemble, signatures = load("assemble"), load("signatures")
 NAMES = {"README.md": "index.md", "docs/towers.md": "towers.md", "docs/results/README.md": "results/index.md"}
 
 
@@ -79,6 +80,15 @@ def test_reference_has_every_public_name_once_and_no_other():
             else:
                 public.append("%s.%s" % (module.__name__, name))
     assert sorted(on_pages) == sorted(public)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 8), reason="of one Python, as `python docs/site/signatures.py` writes them")
+def test_reference_says_what_each_public_name_takes():
+    for path in (ROOT / "docs" / "reference").glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n- `") >= text.count("\n::: ") > 0
+        assert signatures.with_signatures(text) == text, "run: python docs/site/signatures.py"
+        assert "\n- `" not in assemble.relink(text, "docs/reference/" + path.name, assemble.pages())
 
 
 def public_docstrings():

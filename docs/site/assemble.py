@@ -23,6 +23,7 @@ _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<ancho
 # A fence, an indented block, or code in a line that is not the text of a link.
 _CODE = re.compile(r"(^```.*?^```$|(?:^\n(?: {4}[^\n]*\n|\n)+)|(?<!\[)`[^`\n]+`(?!\]))", re.M | re.S)
 _MARKER = re.compile(r"^<!-- (?:lane|not run): .* -->\n", re.M)  # of tests/test_docs.py
+_SIGNATURE = re.compile(r"^- `[^\n]*\n\n(?=::: )", re.M)  # of docs/site/signatures.py
 
 
 def pages():
@@ -59,7 +60,7 @@ def relink(text, path, names, repo_url=None):
             return "[%s](%s/blob/main/%s)" % (match["text"], repo_url.rstrip("/"), target)
         return match["text"] if target in match["text"] else "%s (`%s`)" % (match["text"], target)
 
-    parts = _CODE.split(_MARKER.sub("", text))  # what is code stands at the odd places
+    parts = _CODE.split(_SIGNATURE.sub("", _MARKER.sub("", text)))  # what is code stands at the odd places
     return "".join(part if number % 2 else _LINK.sub(link, part) for number, part in enumerate(parts))
 
 
