@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import current_tower, differentiate
 from towers.private import control_flow_now, rewire, within_control_flow
-from towers.turns import ALIKE, Exchange, TowerMismatchError, Turns, without_numbers
+from towers.turns import Exchange, TowerMismatchError, Turns, have_to_be_alike, without_numbers
 
 __all__ = ["Across", "Meetings", "Place"]
 
@@ -114,7 +114,7 @@ class Meetings:
                 missing = [i for i in range(self.num_towers) if i not in arrivals]
                 raise TowerMismatchError(
                     "The gradient passes through %s in tower %d and not in tower %d, so the towers' losses do not depend "
-                    "on it alike. %s" % (self.turns[key[0]], min(arrivals), missing[0], ALIKE))
+                    "on it alike. %s" % (self.turns[key[0]], min(arrivals), missing[0], have_to_be_alike(self.turns[key[0]])))
 
     def label_gradient(self):
         """Returns what tells apart the gradient calls of model functions, of passes over all towers, and all others."""

@@ -2,9 +2,7 @@
 import re
 from typing import NamedTuple
 
-__all__ = ["ALIKE", "Exchange", "TowerMismatchError", "Turns", "without_numbers"]
-
-ALIKE = "The model function has to build the same exchanges (synchronized layers, all_reduce, ...) in every tower."
+__all__ = ["Exchange", "TowerMismatchError", "Turns", "have_to_be_alike", "without_numbers"]
 
 
 class TowerMismatchError(ValueError):
@@ -69,7 +67,7 @@ class Turns:
             self._exchanges.append(came)
         elif turn == len(self._exchanges):
             raise TowerMismatchError("Tower %d has an exchange that tower 0 has not: %s, its number %d. %s"
-                                     % (tower, came, turn, ALIKE))
+                                     % (tower, came, turn, have_to_be_alike(came)))
         else:
             self._check_alike(tower, turn, came)
         self._left[tower] += 1
@@ -84,20 +82,28 @@ class Turns:
         same_name = name == _of_op(expected.name) or not elsewhere and without_numbers(name) == without_numbers(expected.name)
         if not (came.is_like(expected) and same_name):
             raise TowerMismatchError("Towers differ at exchange %d: tower 0 has %s, tower %d has %s. %s"
-                                     % (turn, expected, tower, came, ALIKE))
+                                     % (turn, expected, tower, came, have_to_be_alike(expected)))
         argument = expected.differing_argument(came)
         if argument is not None:
             raise TowerMismatchError(
                 "Towers differ at exchange %d, %s %r: %s is %s in tower 0 and %s in tower %d. %s"
                 % (turn, came.kind, came.name, argument, expected.arguments.get(argument), came.arguments.get(argument), tower,
-                   ALIKE))
+                   have_to_be_alike(expected)))
 
     def check_complete(self, tower):
         """Raises `TowerMismatchError` if a tower whose model function returned left fewer exchanges than tower 0."""
         if self._left[tower] < len(self._exchanges):
             raise TowerMismatchError(
                 "Tower %d has %d exchanges and tower 0 has %d; the first that tower %d lacks is %s. %s"
-                % (tower, self._left[tower], len(self._exchanges), tower, self._exchanges[self._left[tower]], ALIKE))
+                % (tower, self._left[tower], len(self._exchanges), tower, self._exchanges[self._left[tower]],
+                   have_to_be_alike(self._exchanges[self._left[tower]])))
+
+
+def have_to_be_alike(exchange):
+    """Returns what to say where not every tower makes an `Exchange`: of one that the model function asks for, or of others."""
+    if "/whole_batch" in exchange.name:
+        return "Towers meet there for the whole batch's sake: the model function has to compute the same in every tower."
+    return "The model function has to build the same exchanges (synchronized layers, all_reduce, ...) in every tower."
 
 
 def without_numbers(name):

@@ -1,4 +1,4 @@
-"""Writes into the pages of docs/reference what each public name takes, and its docstring's first line, for who reads them unbuilt.
+"""Writes into the pages of docs/reference what each public name takes and is, for those who read them as they are.
 
     python docs/site/signatures.py
 """
