@@ -85,7 +85,7 @@ class Training:
 
     Attributes:
       task, workers: as given.
-      who: str, the towers that train.
+      who: str, the towers that train, their batch, and whether their batch norm is synced.
       pipeline, test_pipeline: `order.Pipeline`, of this worker's part of each batch, and of the test images.
       num_steps, steps_an_epoch: int.
       global_step: int64 variable.
@@ -101,6 +101,7 @@ class Training:
         self.task, self.workers = task, workers
         self.who = "%d towers" % (workers.size * settings.num_towers)
         self.who += " of %d workers" % workers.size if workers.size > 1 else ""
+        self.who += ", batch %d, %s batch norm" % (settings.batch_size, "synced" if settings.sync_bn else "per-tower")
         self.pipeline = task.training_input(
             rows_of_part(settings.batch_size, workers.rank, workers.size, settings.num_towers))
         self.test_pipeline = task.test_input(workers.rank, workers.size)

@@ -81,9 +81,8 @@ def _connect(settings):
 
 def _begin(settings, training, session):
     """Restores or initializes the variables, and returns the `Record` of this training."""
-    print("Training a %s on %s: %s, batch %d, %s batch norm, update ops '%s'." % (
-        training.task.model_name, training.task.data_name, training.who, settings.batch_size,
-        "synced" if settings.sync_bn else "per-tower", settings.update_ops))
+    print("Training a %s on %s: %s, update ops '%s'." % (
+        training.task.model_name, training.task.data_name, training.who, settings.update_ops))
     saver, checkpoints, changes = make_saver(), saved_checkpoints(settings.train_dir), changed_settings(settings)
     if checkpoints:
         check_checkpoint(checkpoints[-1], tf.global_variables(), training.task.model_name)

@@ -106,7 +106,7 @@ class Record:
                 **{measure.name: history[-1][measure.name] if history else None for measure in task.measures},
                 images_per_second_of_last_run=images / seconds if images else None, history=history))
         if history:
-            draw_curve(history, task.measures, "%s, %s, %s" % (task.model_name, self._training.who, task.data_name), curve_path)
+            draw_curve(history, task.measures, "%s on %s: %s" % (task.model_name, task.data_name, self._training.who), curve_path)
             words = self._in_words("%s %.2f %%")
             print("%s on %s after %d steps." % (words[0].upper() + words[1:], task.data_name, step))
             print("Results: %s, curve: %s" % (results_path, curve_path))

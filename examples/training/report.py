@@ -15,6 +15,7 @@ __all__ = ["EventWriter", "Progress", "WriteError", "draw_curve", "exit_status",
            "save_figure", "write_json"]
 
 _LARGEST_JSON = 1 << 26  # bytes; a thousand times what a training leaves
+_MOST_TICKS = 8  # of a curve
 
 
 class WriteError(Exception):
@@ -152,17 +153,16 @@ def draw_curve(history, measures, title, path):
     Raises:
       WriteError: if it can't be written.
     """
-    from matplotlib.ticker import MaxNLocator
     epochs = [record["epoch"] for record in history]
     figure, (left, right) = new_figure(1, 2, figsize=(9, 3.6))
     left.plot(epochs, [record["train_loss"] for record in history], "o-")
     left.set_ylabel("training loss")
-    for name, words in (("train_accuracy", "training accuracy"),) + tuple(measures):
-        right.plot(epochs, [100 * record[name] for record in history], "o-", label=words)
+    for number, (name, words) in enumerate((("train_accuracy", "training accuracy"),) + tuple(measures)):
+        right.plot(epochs, [100 * record[name] for record in history], "o-", color="C%d" % (number + 1), label=words)
     right.set_ylabel("%")
     for axes in (left, right):
         axes.set_xlabel("epoch")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.set_xticks(epochs[::-(-len(epochs) // _MOST_TICKS)])  # where there is a point
         axes.grid(alpha=0.3)
     figure.suptitle(title)
     handles, words = right.get_legend_handles_labels()
