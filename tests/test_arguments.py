@@ -125,7 +125,8 @@ def test_a_wrong_argument_is_an_error_of_the_librarys(name):
     (lambda: towers.minimize(replicas(), optimizer(), transforms=[towers.accumulate]), "towers.accumulate makes a transform"),
     (lambda: build(model_fn, X.tolist(), 2), "no tensor of rank 1 or more.*np.asarray makes it one"),
     (lambda: build(lambda x, y: tf.reduce_mean(x * y), [X, X], 2),
-     r"The model function takes \(x, y\), and the batch hands it 1 argument: .*hand in \(x, y\) for \[x, y\]"),
+     r"The batch hands the model function 1 argument: .*'y'.* hand in \(x, y\) for \[x, y\]"),
+    (lambda: build(towers.whole_batch(lambda x, y: tf.reduce_mean(x * y)), [X, X], 2), "hands the model function 1 argument"),
 ])
 def test_what_a_slip_of_the_pen_hands_in_is_named_with_the_cure(function, message):
     with pytest.raises((TypeError, ValueError), match=message):

@@ -20,7 +20,8 @@ class Kind(NamedTuple):
 
 
 def _is_number(value):
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    is_scalar = isinstance(value, np.ndarray) and not value.ndim
+    return is_scalar or isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
 
 
 def _is_scalar(value):
@@ -44,7 +45,7 @@ STEP = Kind("an integer variable", lambda value: hasattr(value, "assign_add"))
 TEXT = Kind("a str", lambda value: isinstance(value, str))
 WHOLE = Kind("an int", lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool))
 VARIABLES = Kind("a list of variables", lambda value: isinstance(value, (list, tuple)) and bool(value) and all(
-    hasattr(each, "dtype") for each in value))
+    hasattr(each, "dtype") for each in tf.nest.flatten(value)))
 
 
 def optional(kind):

@@ -3,7 +3,8 @@
 The model function stays as it is: it gets its share of the batch and returns its loss. What belongs to a tower is what
 the call of the model function made, never what matches a name prefix.
 """
-import inspect
+import os
+import re
 from typing import Any, List, Optional, Sequence, Union
 
 import numpy as np
@@ -33,6 +34,8 @@ from towers.state import settle_state
 from towers.turns import TowerMismatchError
 from towers.variable_placement import TowerDevices, placement_of, warn_of_other_devices
 from towers.workers.connection import Workers
+
+_OTHER_ARGUMENTS = re.compile(r"\(\) (missing|takes|got) .*argument")  # of Python's words where a function is called
 
 __all__ = ["TowerBuilder"]
 
@@ -218,9 +221,8 @@ class _Build:
             first_op = len(graph.get_operations())
             place = TowerDevices(devices[index], self._builder.place_variable)
             with self.collections.tower(index, name_scope) as added, self._sharing.scope(index, name_scope):
-                _check_signature(model_fn, args)
                 with enter_tower(context), tf.device(place), explained(index):
-                    outputs = model_fn(*args)
+                    outputs = _called(model_fn, args)
                     outputs = survive_empty_batches(outputs, args, context, graph.get_operations()[first_op:])
         if place.elsewhere and not self._has_warned:
             aggregated = self._meetings.aggregated()
@@ -273,19 +275,25 @@ def _arguments(batch, context):
     return batch if isinstance(batch, tuple) and not hasattr(batch, "_fields") else (batch,)
 
 
-def _check_signature(model_fn, args):
-    """Raises TypeError where a model function takes another number of arguments than a tower's batch hands it."""
+def _called(model_fn, args):
+    """Returns what a model function returns; a TypeError says how a batch reaches one that takes other arguments."""
     try:
-        signature = inspect.signature(model_fn)
-    except (TypeError, ValueError):  # of what Python knows no signature
-        return
-    try:
-        signature.bind(*args)
+        return model_fn(*args)
     except TypeError as error:
+        if not _OTHER_ARGUMENTS.search(str(error)) or not _is_raised_here(error):
+            raise
         cure = " A tuple reaches it as several arguments, a list or anything else as one: hand in (x, y) for [x, y]." if (
             len(args) == 1) else ""
-        raise TypeError("The model function takes %s, and the batch hands it %d argument%s: %s.%s" % (
-            signature, len(args), "s" * (len(args) != 1), error, cure)) from error
+        raise TypeError("The batch hands the model function %d argument%s: %s.%s" % (
+            len(args), "s" * (len(args) != 1), error, cure)) from error
+
+
+def _is_raised_here(error):
+    """Tells whether an error was raised where the library calls a function, not within that."""
+    last = error.__traceback__
+    while last.tb_next is not None:
+        last = last.tb_next
+    return os.path.dirname(__file__) in last.tb_frame.f_code.co_filename
 
 
 def _loss_of(outputs, index):

@@ -39,10 +39,10 @@ _SCALES_OR_HANDS_ON = ("MixedPrecisionLossScaleOptimizer", "LossScaleOptimizer",
 
 def _are_grads(tower_grads):
     return isinstance(tower_grads, (list, tuple)) and all(isinstance(grads, (list, tuple)) and all(
-        isinstance(pair, tuple) and len(pair) == 2 for pair in grads) for grads in tower_grads)
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in grads) for grads in tower_grads)
 
 
-GRADS = Kind("a list, over towers, of lists of (gradient, variable)", _are_grads)
+_GRADS = Kind("a list, over towers, of lists of (gradient, variable)", _are_grads)
 
 
 def compute_gradients(replicas: Towers, optimizer: Optimizer, var_list: Optional[Sequence[Variable]] = None,
@@ -282,7 +282,7 @@ def _sum(gradients):
 
 
 def _check_variables(tower_grads, num_towers):
-    check(GRADS, tower_grads=tower_grads)
+    check(_GRADS, tower_grads=tower_grads)
     if len(tower_grads) != num_towers:
         raise TowerMismatchError("tower_grads has to hold a list of (gradient, variable) for each of the %d towers; it holds %d."
                                  % (num_towers, len(tower_grads)))
