@@ -49,6 +49,11 @@ def by_hand_unshifted(x):
     return tf.exp(x) / tf.reduce_sum(tf.exp(x), -1, keepdims=True)
 
 
+def by_hand_twice(x):
+    return tf.exp(x - tf.reduce_max(x, -1, keepdims=True)) / tf.reduce_sum(
+        tf.exp(x - tf.reduce_max(x, -1, keepdims=True)), -1, keepdims=True)
+
+
 def exponentials_once(x):
     exponentials = tf.exp(x)
     return exponentials / tf.reduce_sum(exponentials, [-1], keepdims=True)
@@ -74,6 +79,7 @@ ROUTES = {  # name -> (shape of the logits, from logits to outputs, the axis of 
     "rank 3": ([5, 3, 4], tf.nn.softmax, 2),
     "by hand": ([5, 3, 4], by_hand, -1),
     "exponentials": ([5, 4], exponentials_once, -1),
+    "written twice": ([5, 4], by_hand_unshifted, -1), "by hand, written twice": ([5, 3, 4], by_hand_twice, -1),
 }
 
 
@@ -208,6 +214,7 @@ def test_from_logits_chooses_what_is_in_doubt():
     lambda x: 0.5 * (tf.nn.softmax(x) + tf.nn.softmax(2 * x)), lambda x: tf.matmul(tf.nn.softmax(x), tf.ones([4, 4], tf.float64)),
     lambda x: tf.matmul(tf.nn.softmax(x), tf.get_variable("noise", [4, 4], tf.float64)),
     lambda x: tf.reshape(tf.nn.softmax(tf.reshape(x, [5, 2, 2])), [5, 4]), lambda x: x / tf.reduce_sum(x, 0, keepdims=True),
+    lambda x: tf.exp(x) / tf.reduce_sum(tf.exp(2 * x), 1, keepdims=True),
     lambda x: tf.nn.log_softmax(x)])
 def test_what_may_be_either_is_refused_by_name(make):
     x, labels = case(5, 4)
