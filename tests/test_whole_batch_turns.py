@@ -149,6 +149,7 @@ if not tf.control_flow_v2_enabled():  # there a list does not say that it was ma
 WHOLE = {  # loops whose turns take more than their example, or make what may have any size, so that each tower takes all turns
     "a row of all": lambda x: score(tf.map_fn(lambda row: tf.tanh(row) - tf.reduce_mean(row), likenesses(x))),
     "a row of all, written": row_of_all_written,
+    "a map of a row of all": lambda x: score(tf.map_fn(lambda row: tf.reduce_sum(tf.map_fn(tf.tanh, row)), likenesses(x))),
     "the numbers of a row of all": lambda x: score(tf.map_fn(lambda row: tf.reduce_max(row * tf.cast(
         tf.range(tf.size(row)), tf.float64)), likenesses(x))),
     "a list that grows by two": lambda x: score(turns(x, lambda i, found: (

@@ -204,6 +204,8 @@ class Conversions:
             return self.summed(self._now(tensor))
         if isinstance(placement, PartialMean):
             return self.summed(self._as_partial(self._now(tensor), placement), tensor)
+        if isinstance(placement, RowNumbers) and tensor.op.type == "Range":  # from 0 on
+            return tf.range(self.converted(tensor.op.inputs[1], Replicated()))
         if isinstance(placement, RowNumbers):
             rows = Shard(placement.axis, placement.rows, placement.times)
             return self._gathered(self.converted(tensor, Numbered()), rows, tensor)
