@@ -50,8 +50,8 @@ class Rewriting:
     def carry_out(self):
         """Changes the graph."""
         for op in self._plan.order:
-            # TensorFlow makes lists under no device. What is made for one would stand on the first CPU, apart from its loop: nested
-            # loops over several devices wait for ever in TensorFlow 1.15.
+            # TensorFlow makes lists under no device. What is made for one would stand on the first CPU, apart from its loop, and
+            # nested loops over two devices wait for ever in TensorFlow 1.15.
             device = op.device or self._tower.device
             with op.graph.colocate_with(None, ignore_existing=True), tf.device(device), tf.control_dependencies(None):
                 self._visit(op)
