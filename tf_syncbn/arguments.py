@@ -11,12 +11,12 @@ _KINDS = {
     NUMBER: "epsilon", SCALAR: "momentum renorm_momentum",
     optional(FUNCTION): "beta_regularizer gamma_regularizer beta_constraint gamma_constraint",
     optional(INITIALIZER): "beta_initializer gamma_initializer moving_mean_initializer moving_variance_initializer",
-    Kind("a str, a tf.VariableScope, or None", lambda value: value is None or isinstance(value, (str, tf.VariableScope))): "name",
-    Kind("True, False, tf.AUTO_REUSE, or None", lambda value: value is None or isinstance(
-        value, type(tf.AUTO_REUSE)) or FLAG.holds(value)): "reuse",
-    Kind("a dict, or None", lambda value: value is None or isinstance(value, dict)): "renorm_clipping",
-    Kind("the name of a collection, a list of such, or None", lambda value: value is None or isinstance(
-        value, (str, list, tuple))): "updates_collections"}
+    optional(Kind("a str or a tf.VariableScope", lambda value: isinstance(value, (str, tf.VariableScope)))): "name",
+    optional(Kind("True, False or tf.AUTO_REUSE", lambda value: FLAG.holds(value) or isinstance(
+        value, type(tf.AUTO_REUSE)))): "reuse",
+    optional(Kind("a dict", lambda value: isinstance(value, dict))): "renorm_clipping",
+    optional(Kind("the name of a collection or a list of such", lambda value: isinstance(
+        value, (str, list, tuple)))): "updates_collections"}
 
 
 def check_kinds(arguments):

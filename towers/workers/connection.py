@@ -10,6 +10,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.annotations import (ClusterResolver, ConfigProto, GradsAndVars, Graph, Operation, Optimizer, Session,
                                 SessionRunHook, Tensor, TensorLike, Variable)
+from towers.arguments import OPTIMIZER, check
 from towers.placement import session_config
 from towers.workers.cluster import Cluster, find_cluster
 from towers.workers.collectives import Collectives
@@ -201,8 +202,7 @@ class Workers:
 
     def optimizer(self, optimizer: Optimizer, weight: Optional[TensorLike] = None) -> Optimizer:
         """Returns a `tf.train.Optimizer` that applies gradients averaged over workers; `weight` as for `average_gradients`."""
-        if not isinstance(optimizer, tf.train.Optimizer):
-            raise TypeError("optimizer has to be a tf.train.Optimizer, not %r." % (optimizer,))
+        check(OPTIMIZER, optimizer=optimizer)
         return AveragingOptimizer(self, optimizer, weight)
 
     def broadcast_variables(self, variables: Optional[Sequence[Variable]] = None) -> Operation:
