@@ -333,6 +333,29 @@ def test_second_build_under_reuse_shares_the_variables():
     assert again[0].name_scope == "tower_0_1/"
 
 
+def metrics_and_variables(x):
+    """Twice a scope, and variables that `tf.get_variable` knows nothing of."""
+    with tf.variable_scope("inner"):
+        tf.metrics.mean(x)
+        with tf.name_scope("numbers"):
+            tf.Variable(tf.zeros([3]), name="v")
+    with tf.variable_scope("inner"):
+        tf.metrics.mean_iou(tf.cast(x[:, 0] > 0, tf.int32), tf.cast(x[:, 1] > 0, tf.int32), 2)
+    return tf.reduce_mean(x * tf.get_variable("w", [3]) * tf.Variable(1.0, name="scale"))
+
+
+@pytest.mark.parametrize("scope", [None, "model"])
+def test_variables_of_a_second_and_a_third_build_are_named_as_without_towers(scope):
+    def names(built):
+        with tf.Graph().as_default():
+            for turn in range(3):
+                with tf.variable_scope(scope or tf.get_variable_scope(), reuse=turn > 0):
+                    built()
+            return [v.op.name for v in tf.global_variables() + tf.local_variables()]
+
+    assert names(lambda: build(metrics_and_variables, (X,), 2)) == names(lambda: metrics_and_variables(tf.constant(X)))
+
+
 def test_builder_inside_a_variable_scope_makes_variables_there():
     with tf.variable_scope("model"):
         build(layered, (X,), 2)

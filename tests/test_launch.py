@@ -127,12 +127,26 @@ def test_when_one_fails_all_are_stopped_and_its_status_is_the_launchers(script, 
     assert not [pid for pid in pids(tmp_path, 3) if is_alive(pid)]
 
 
-@pytest.mark.parametrize("stubborn", ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.kill(os.getpid(), signal.SIGSTOP)"])
-def test_one_that_ignores_sigterm_or_is_stopped_ends_too(script, tmp_path, stubborn):
-    path = script(saying_its_pid(tmp_path) + "if rank == 1: time.sleep(0.5); sys.exit(7)\n%s\n" % stubborn + FOREVER)
+def test_one_that_ignores_sigterm_ends_too(script, tmp_path):
+    path = script(saying_its_pid(tmp_path) + "if rank == 1: time.sleep(0.5); sys.exit(7)\n"
+                  "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER)
     began = time.time()
     assert launch.main(["-n", "2", "--grace", "0.5", path]) == 7
     assert 0.9 < time.time() - began < 8
+    assert not [pid for pid in pids(tmp_path, 2) if is_alive(pid)]
+
+
+@pytest.mark.parametrize("other,words", [
+    ("os.kill(os.getpid(), signal.SIGSTOP)", "which is stopped"),
+    ("sys.exit(0)", "which had ended without an error: its data were fewer, or it took fewer steps"),
+    (FOREVER, None)])
+def test_of_one_that_waited_in_vain_it_is_said_for_whom_and_what_is_stopped_ends_at_once(script, tmp_path, capfd, other, words):
+    began = time.time()
+    path = script(saying_its_pid(tmp_path) + "if rank == 0: time.sleep(0.5); sys.exit(%d)\n%s\n" % (watchdog.DEAD, other))
+    assert launch.main(["-n", "2", path]) == 70
+    assert time.time() - began < 8
+    assert capfd.readouterr().err == "towers.launch: worker 0 ended with status 70: it waited for %s\n" % (
+        "worker 1, " + words if words else "another worker in vain")
     assert not [pid for pid in pids(tmp_path, 2) if is_alive(pid)]
 
 

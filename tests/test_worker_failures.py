@@ -37,7 +37,8 @@ workers = towers.workers.connect(time_limit=%d)
 """
 STEPS = CONNECTED + """
 x = tf.get_variable("x", [], initializer=tf.ones_initializer())
-step = x.assign_add(workers.all_reduce(x))
+with tf.control_dependencies([x.assign_add(workers.all_reduce(x))]):
+    step = tf.train.get_or_create_global_step().assign_add(1)
 def run(session, steps):
     for number in range(steps):
         session.run(step)
@@ -58,7 +59,8 @@ workers.tell_all("built")
 """
 MONITORED = CONNECTED % 300 + """
 x = tf.get_variable("x", [], initializer=tf.ones_initializer())
-step = x.assign_add(workers.all_reduce(x))
+with tf.control_dependencies([x.assign_add(workers.all_reduce(x))]):
+    step = tf.train.get_or_create_global_step().assign_add(1)
 with tf.train.MonitoredTrainingSession(workers.target, config=workers.session_config(), hooks=[workers.hook()]) as session:
     session.run(step)
     if workers.rank == 0:
@@ -86,10 +88,10 @@ def started(script, waiting):
 
 
 @pytest.mark.parametrize("wrong,time_limit,message", [
-    ("os.kill(os.getpid(), signal.SIGKILL)", 300, "for worker 1 .*, which has ended, or never began"),
-    pytest.param("sys.exit(0)", 300, "for worker 1 .*, which has ended, or never began", marks=pytest.mark.sweep),
-    ("os.kill(os.getpid(), signal.SIGSTOP)", 5, "for worker 1 .*, which does not answer: it is stopped, or hangs"),
-    ("time.sleep(60)", 5, r"the time limit\. All others answer \(worker 1 .*\), so one of them comes to no such step"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", 300, " for worker 1 .*, which has ended, .* its data were fewer"),
+    pytest.param("sys.exit(0)", 300, " for worker 1 .*, which has ended, or never began", marks=pytest.mark.sweep),
+    ("os.kill(os.getpid(), signal.SIGSTOP)", 5, " for worker 1 .*, which does not answer: it is stopped, or hangs"),
+    ("time.sleep(60)", 5, r", the time limit\. All others answer \(worker 1 .*\), so one of them comes to no such step"),
 ])
 def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, time_limit, message):
     with started(STEPS.replace("WRONG", wrong) % time_limit, 0) as worker:
@@ -101,12 +103,14 @@ def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, time_limit, m
         assert time.time() - began < 40
     assert worker.returncode == DEAD, err
     last = err.strip().split("\n")[-1]
-    assert re.search(r"^error: Worker 0 \(localhost:\d+\) waited \d+ seconds in run \d+ of its session.*" + message, last), err
+    found = re.search(r"^error: Worker 0 \(localhost:\d+\) waited (\d+) seconds in the run after global step 3" + message, last)
+    assert found, err
+    assert int(found.group(1)) <= (5 if time_limit == 5 else 30)
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("script,what", [(BUILDING, "(what they have to tell|its start)"),
-                                         (MONITORED, r"(run \d+ of its session|its start)")])
+                                         (MONITORED, "(the run after|run [12] of its session, which began at) global step [01]")])
 def test_whatever_finds_it_first_the_end_of_the_chief_is_one_sentence(script, what):
     with started(script, 1) as worker:
         _, err = worker.communicate(timeout=60)

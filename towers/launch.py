@@ -28,6 +28,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WITH_VALUE = ("-n", "--num-workers", "--restarts", "--time-limit", "--grace")
 _CANT_BE_DONE = 2  # the exit status of a bad command line, which no restart mends
 _TIME_LIMIT, _GRACE, _EVERY = 300.0, 10.0, 0.05  # seconds
+_WAITED_IN_VAIN = 70  # the status of a worker that waited for another one, as towers.workers.watchdog has it
 _PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -66,13 +67,13 @@ def launch(command: Sequence[str], num_workers: int, restarts: int = 0, time_lim
                 return 1
             if failed is None:
                 return 0
-            rank, status = failed
+            rank, status, why = failed
             if signals.count or status == _CANT_BE_DONE or not restarts:
-                _say(_how_it_ended(rank, status))
+                _say(_how_it_ended(rank, status) + why)
                 return 128 - status if status < 0 else status
             restarts -= 1
             _say("%s; starting all again, %d restart%s left" % (
-                _how_it_ended(rank, status), restarts, "" if restarts == 1 else "s"))
+                _how_it_ended(rank, status) + why, restarts, "" if restarts == 1 else "s"))
 
 
 def _parse(argv):
@@ -201,12 +202,17 @@ class _Workers:
                     self.output_error = error
 
     def watch(self, signals, time_limit, grace):
-        """Waits until all have ended; returns the first that failed as (rank, status), negative for a signal, or None."""
+        """Waits until all have ended.
+
+        Returns:
+          None, or the first that failed: (rank, status, negative for a signal, words that say for whom it waited).
+        """
         failed, deadline = None, float("inf")
         while True:
             statuses = [process.poll() for process in self._processes]
             if failed is None:
-                failed = next(((rank, status) for rank, status in enumerate(statuses) if status), None)
+                failed = next(((rank, status, self._awaited(rank, status, statuses))
+                               for rank, status in enumerate(statuses) if status), None)
             if None not in statuses:
                 return failed
             for number in signals.take():
@@ -220,10 +226,24 @@ class _Workers:
                 self._signal(signal.SIGKILL)
             time.sleep(_EVERY)
 
+    def _awaited(self, waiting, status, statuses):
+        """Returns words that say for whom a worker waited in vain, none where it ended otherwise."""
+        if status != _WAITED_IN_VAIN or self._size == 1:
+            return ""
+        stopped = [rank for rank, process in enumerate(self._processes) if statuses[rank] is None and _is_stopped(process)]
+        ended = [rank for rank, other in enumerate(statuses) if other == 0]
+        if stopped:
+            return ": it waited for worker %s, which is stopped" % _listed(stopped)
+        if ended:
+            return (": it waited for worker %s, which had ended without an error: its data were fewer, or it took fewer steps"
+                    % _listed(ended))
+        return ": it waited for another worker in vain"
+
     def _signal(self, number):
         for process in self._processes:
             if process.poll() is None:
                 _signal_group(process, number)
+                _signal_group(process, signal.SIGCONT)  # what is stopped can't follow
 
     def __exit__(self, *_):
         for process in self._processes:
@@ -238,6 +258,19 @@ def _signal_group(process, number):
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):  # all of it has ended; macOS says it so
         pass
+
+
+def _is_stopped(process):
+    if not hasattr(os, "waitid"):  # macOS
+        return False
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has ended meanwhile
+        return False
+
+
+def _listed(ranks):
+    return " and ".join(map(str, ranks))
 
 
 def _die_with_parent():

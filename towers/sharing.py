@@ -6,6 +6,7 @@ shape, dtype and trainable flag. Keras numbers its layers through the graph, so 
 matched by turn. A match by turn alone gave wrong variables in silence where towers made theirs in another order.
 """
 import contextlib
+import re
 
 import tensorflow.compat.v1 as tf
 
@@ -28,6 +29,7 @@ class VariableSharing:
         self._trainable = {}  # full name -> whether tower 0 asked for it as trainable, each time in turn
         self._created = []  # _Creation of tower 0, in order
         self._claimed = set()  # indices into _created that the present tower has taken
+        self._scopes = {}  # a name scope that tower 0 opened, without the tower's -> the graph's own, as without towers
         self._in_get_variable = False
 
     @contextlib.contextmanager
@@ -98,11 +100,28 @@ class VariableSharing:
             relative, kwargs = "", dict(kwargs, name=outside_of_tower(kwargs["name"], name_scope).rstrip("/"))
         creation = _Creation(relative, kwargs)
         if tower == 0:
+            outer = outside_of_tower(name_scope, name_scope)
+            if relative:
+                relative = self._beside_earlier_builds(relative, outer)
+            else:
+                kwargs = dict(kwargs, name=self._beside_earlier_builds(creation.base_name, outer))
             with tf.name_scope(relative or None):
                 creation.variable = next_creator(**kwargs)
             self._created.append(creation)
             return creation.variable
         return self._claim(tower, creation)
+
+    def _beside_earlier_builds(self, name, outer):
+        """Returns a name whose outermost scope in the model function no earlier build's variables have, as without towers."""
+        if not name.startswith(outer) or "/" not in name[len(outer):]:
+            return name
+        scope, _, rest = name[len(outer):].partition("/")
+        if scope not in self._scopes:
+            graph, base = tf.get_default_graph(), re.sub(r"_\d+$", "", scope)
+            with tf.name_scope(None):
+                taken = graph.unique_name(outer + scope, mark_as_used=False) != outer + scope
+                self._scopes[scope] = graph.unique_name(outer + (base if taken and base in self._scopes else scope))
+        return self._scopes[scope] + "/" + rest
 
     def _claim(self, tower, creation):
         free = [i for i, made in enumerate(self._created) if i not in self._claimed and made.matches(creation)]

@@ -9,14 +9,31 @@ _OF_A_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.erro
 
 
 @contextlib.contextmanager
-def watched(watchdog, what):
-    """Watches a `with` block in which runs wait for other workers; `what` says in what. It ends, or the process does."""
-    with watchdog.waiting(what):
+def watched(watchdog, what, place=None):
+    """Watches a `with` block in which runs wait for other workers; see `Watchdog.waiting`. It ends, or the process does."""
+    with watchdog.waiting(what, place) as wait:
         try:
             yield
         except _OF_A_LOST_WORKER:  # TensorFlow 2 may find it before the watchdog does
-            watchdog.end_if_one_has_ended(what)
+            watchdog.end_if_one_has_ended(wait)
             raise
+
+
+def _global_step(run, graph):
+    """Returns a graph's global step by a session's `run`, None where it has none or it can't be read."""
+    try:
+        step = tf.train.get_global_step(graph)
+        return None if step is None else int(run(step))
+    except (tf.errors.OpError, RuntimeError, TypeError, ValueError):  # not initialized, the session is closed, or no number
+        return None
+
+
+def _place(run, graph):
+    """Returns a function that says in which run a session is, by its global step."""
+    def said():
+        step = _global_step(run, graph)
+        return None if step is None else "the run after global step %d" % step
+    return said
 
 
 class WatchedSession(tf.Session):
@@ -28,7 +45,7 @@ class WatchedSession(tf.Session):
 
     def _watched(self):
         self._num_runs += 1
-        return watched(self._watchdog, "run %d of its session" % self._num_runs)
+        return watched(self._watchdog, "run %d of its session" % self._num_runs, _place(super().run, self.graph))
 
     def run(self, *args, **kwargs):
         """As `tf.Session.run`."""
@@ -50,7 +67,8 @@ class Hook(tf.train.SessionRunHook):
 
     def __init__(self, workers, watchdog):
         self._workers, self._watchdog = workers, watchdog
-        self._broadcast, self._waiting, self._num_runs = None, contextlib.ExitStack(), 0
+        self._broadcast, self._waiting, self._num_runs, self._began = None, contextlib.ExitStack(), 0, None
+        self._run = None  # the wait of the run that goes on
 
     def begin(self):
         """Builds the broadcast, before the graph is finalized."""
@@ -60,22 +78,32 @@ class Hook(tf.train.SessionRunHook):
         """Gives every worker the chief's variables, which it initialized or restored."""
         self._waiting.close()
         try:
-            with watched(self._watchdog, "its start"):
-                session.run(self._broadcast)
+            with self._watchdog.waiting("its start") as wait:
+                try:
+                    session.run(self._broadcast)
+                except _OF_A_LOST_WORKER:  # maybe in a run, after which a monitored session is made anew
+                    self._watchdog.end_if_one_has_ended(self._run or wait)
+                    raise
         except _OF_A_LOST_WORKER as error:
             # Of these errors a monitored session makes its session anew, and would do so forever.
             raise RuntimeError("The connection between workers was lost, though all of them answer: start all again, from the "
                                "last checkpoint (%s)." % str(error).strip().split("\n")[0]) from error
+        self._num_runs, self._began = 0, _global_step(session.run, session.graph)
 
     def before_run(self, run_context):
         """Begins to watch a run."""
         self._waiting.close()
         self._num_runs += 1
-        self._waiting.enter_context(self._watchdog.waiting("run %d of its session" % self._num_runs))
+        what = "run %d of its session" % self._num_runs
+        if self._began is not None:
+            what += ", which began at global step %d" % self._began
+        session = run_context.session
+        self._run = self._waiting.enter_context(self._watchdog.waiting(what, _place(session.run, session.graph)))
 
     def after_run(self, run_context, run_values):
         """The run is over."""
         self._waiting.close()
+        self._run = None
 
     def end(self, session):
         """The session is over."""
