@@ -1,4 +1,5 @@
 """Losses that take a tower's examples together: said where towers train otherwise than one, and nowhere else."""
+import itertools
 import warnings
 
 import numpy as np
@@ -776,13 +777,46 @@ def test_a_mean_over_examples_beside_what_is_weighed_by_another_number_is_anothe
     assert_differs_from_one_batch(weighed_by_another_number(beside), BATCH)
 
 
-def test_what_is_divided_by_the_weight_in_another_form_passes_in_silence(silent):
-    def model_fn(x, mask, _):
-        beside = tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)) + tf.reduce_sum(
-            losses(x) ** 2 * mask) / tf.reduce_sum(tf.where(tf.not_equal(mask, 0), tf.ones_like(mask), tf.zeros_like(mask)))
-        return {"loss": masked(x, mask) + 0.1 * beside, "weight": tf.cast(tf.math.count_nonzero(mask), x.dtype)}
+FORMS = [
+    lambda x, mask: masked(x, mask),
+    lambda x, mask: tf.reduce_mean(tf.boolean_mask(losses(x), mask > 0)),
+    lambda x, mask: tf.reduce_sum(losses(x) ** 2 * mask) / tf.reduce_sum(
+        tf.where(tf.not_equal(mask, 0), tf.ones_like(mask), tf.zeros_like(mask)))]
 
-    assert_equals_one_batch(model_fn, BATCH, 3, sizes=[3, 5, 4], steps=2)
+
+def weighed(form):
+    """Divides twice by the number of one mask, written out each time; the weight is the same number in another form."""
+    def model_fn(x, mask, _):
+        return {"loss": form(x, mask) + form(x * 2, mask), "weight": tf.cast(tf.math.count_nonzero(mask), x.dtype)}
+    return model_fn
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_divided_by_the_weight_in_another_form_passes_in_silence(form, silent):
+    assert_equals_one_batch(weighed(form), BATCH, 3, sizes=[3, 5, 4], steps=2)
+
+
+def of_two_masks(one, other, weight=True):
+    def model_fn(x, *_):
+        masks = tf.cast(x[:, 0] > -1, x.dtype), tf.cast(x[:, 1] > -0.3, x.dtype)
+        loss = one(x, masks[0]) + other(x, masks[1])
+        return {"loss": loss, "weight": tf.reduce_sum(masks[0])} if weight else loss
+    return model_fn
+
+
+TWO_MASKS = [of_two_masks(*forms) for forms in itertools.product(FORMS, FORMS)] + [of_two_masks(FORMS[1], FORMS[1], False)]
+
+
+@pytest.mark.parametrize("model_fn", covering(TWO_MASKS, one_in=3))
+def test_a_loss_of_the_numbers_of_two_masks_is_said_though_one_is_its_weight(model_fn):
+    with pytest.warns(UserWarning, match=SAID):
+        build_uneven(model_fn, BATCH)
+
+
+@other_than_one_batch
+@pytest.mark.parametrize("model_fn", TWO_MASKS)
+def test_a_loss_of_the_numbers_of_two_masks_is_another_loss(model_fn):
+    assert_differs_from_one_batch(model_fn, BATCH)
 
 
 def of_maps(x):

@@ -29,7 +29,7 @@ def test_where_moving_averages_alone_differ_it_does_not_ask_about_the_loss():
     said = "differ in variables by .*Loss and gradients agree: is 'bn/moving_.*' written by"
     with pytest.raises(AssertionError, match=said) as info:
         assert_equals_one_batch(model, (np.random.RandomState(0).randn(8, 3),))
-    assert "Is the loss a mean" not in str(info.value)
+    assert "whole_batch" not in str(info.value)
 
 
 def test_assertion_fails_where_averaging_counts_uneven_towers_alike():
@@ -37,8 +37,10 @@ def test_assertion_fails_where_averaging_counts_uneven_towers_alike():
         w = tf.get_variable("w", [3], tf.float64, tf.ones_initializer())
         return {"loss": tf.reduce_mean(tf.square(x * w)), "weight": tf.constant(1.0)}
 
-    with pytest.raises(AssertionError, match="differ in loss"):
-        assert_equals_one_batch(model, (np.random.RandomState(0).randn(8, 3),), 2, [7, 1])
+    batch = np.random.RandomState(0).randn(8, 3)
+    with pytest.raises(AssertionError, match=r"differ in loss.*A loss that is no mean over examples .*whole_batch\(model_fn\)"):
+        assert_equals_one_batch(model, (batch,), 2, [7, 1])
+    assert_equals_one_batch(towers.whole_batch(model), (batch,), 2, [7, 1])
 
 
 @pytest.mark.parametrize("flipped", [[0], [0, 1, 2], [4], [4, 5, 6], [1, 4], [4, 5, 6, 7]])

@@ -1,11 +1,12 @@
 """What an op depends on, and which variable it writes: questions asked of a finished graph."""
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.private import taken_from_outside, waiting_for
 
-__all__ = ["BRANCHES", "CALLS", "ENTERS", "EXITS", "LOOPS_BACK", "MERGES", "VARIABLES", "ancestors", "calls_of", "descendants",
-           "end_of", "in_circles", "is_ref", "is_variable", "op_of", "reads_of", "tensors_of", "variable_of", "writes_of",
-           "written_variable", "written_variables"]
+__all__ = ["BRANCHES", "CALLS", "ENTERS", "EXITS", "LOOPS_BACK", "MERGES", "VARIABLES", "ancestors", "calls_of",
+           "computes_the_same", "descendants", "end_of", "in_circles", "is_ref", "is_variable", "op_of", "reads_of",
+           "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
@@ -56,6 +57,26 @@ def variable_of(op):
 def is_ref(tensor):
     """Tells whether a tensor is a ref variable itself."""
     return tensor.dtype != tensor.dtype.base_dtype
+
+
+def computes_the_same(a, b):
+    """Tells whether two tensors are one, or are written twice: `tf.exp(x) / tf.reduce_sum(tf.exp(x), 1)` has two."""
+    stack, seen = [(a, b)], set()
+    while stack:
+        a, b = stack.pop()
+        one, other = a.op, b.op
+        if a is b or (end_of(a), end_of(b)) in seen:
+            continue
+        seen.add((end_of(a), end_of(b)))
+        if one.type == "Const" == other.type:
+            if a.dtype != b.dtype or not np.array_equal(tf.get_static_value(a), tf.get_static_value(b)):
+                return False
+        elif not one.inputs or one.type != other.type or a.value_index != b.value_index or one.op_def is None or (
+                one.op_def.is_stateful or len(one.inputs) != len(other.inputs)) or (
+                dict(one.node_def.attr) != dict(other.node_def.attr)):
+            return False
+        stack.extend(zip(one.inputs, other.inputs))
+    return True
 
 
 def ancestors(items, within=None, stop=(), most=None):

@@ -3,10 +3,9 @@
 A loss of probabilities is exact only by their logits: the log of a probability that has come to 0 is lost, and its gradient too.
 The graph still holds them. Only ops are passed that change no value: what is found computes the very same outputs.
 """
-import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import variable_of
+from towers.graph_walk import computes_the_same, variable_of
 from towers.private import gradient_of, taken_from_outside
 from towers.static_values import static_value
 
@@ -118,23 +117,10 @@ def _is_variable(tensor):
 def _is_sum(total, tensor, axis):
     """Tells whether `total` is the sum over an axis of `tensor`, that axis kept."""
     op = total.op
-    if op.type != "Sum" or not op.get_attr("keep_dims") or not _is_same(op.inputs[0], tensor):
+    if op.type != "Sum" or not op.get_attr("keep_dims") or not computes_the_same(op.inputs[0], tensor):
         return False
     axes = tf.get_static_value(op.inputs[1])
     return axes is not None and [a % tensor.shape.rank for a in axes.reshape([-1])] == [axis]
-
-
-def _is_same(a, b, depth=8):
-    """Tells whether two tensors are one, or written twice: `tf.exp(x) / tf.reduce_sum(tf.exp(x), 1, keepdims=True)` has two."""
-    if a is b:
-        return True
-    one, other = a.op, b.op
-    if one.type == "Const" == other.type:
-        return np.array_equal(tf.get_static_value(a), tf.get_static_value(b)) and a.dtype == b.dtype
-    is_written_twice = depth and one.type == other.type and a.value_index == b.value_index and one.inputs and (
-        one.op_def is not None and not one.op_def.is_stateful and dict(one.node_def.attr) == dict(other.node_def.attr))
-    return bool(is_written_twice) and len(one.inputs) == len(other.inputs) and all(
-        _is_same(*pair, depth - 1) for pair in zip(one.inputs, other.inputs))
 
 
 def _of_exponentials(op, axis):

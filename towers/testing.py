@@ -24,7 +24,7 @@ __all__ = ["Differences", "assert_equals_one_batch"]
 _NUM_PERMUTATIONS = 3
 _EXACT = 1e-9
 _MORE_THAN_ROUNDING = 1e-2
-_HINT = " Is the loss a mean over the tower's examples, or over what its \"weight\" counts?"
+_HINT = " A loss that is no mean over examples is the whole batch's by towers.whole_batch(model_fn), however it is written."
 _RANDOM = re.compile("(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|StatefulRandom|StatefulStandardNormal|"
                      "StatefulUniform|StatefulTruncatedNormal)(?!.*(Dataset|Seed))")
 
@@ -108,6 +108,7 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
     def excess(found):
         return max(found[name][0] / bound[name] for name in bound)
 
+    of_loss = "" if hasattr(model_fn, "meetings") else _HINT
     ones = train([[order] for order in orders], devices[:1])
     one = ones[0]
     _check_finite(one)
@@ -115,9 +116,9 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
     found = _compare(one, several[0])
     dtypes = {gradient.dtype for gradient in one.gradients.values()}
     if one.is_exact:
-        bound, hint = dict.fromkeys(("loss", "gradients", "variables"), _EXACT), _HINT
+        bound, hint = dict.fromkeys(("loss", "gradients", "variables"), _EXACT), of_loss
     else:
-        hint = _HINT + " A ReLU whose input is 0 but for rounding may do as much: try the model in float64, or another batch."
+        hint = of_loss + " A ReLU whose input is 0 but for rounding may do as much: try the model in float64, or another batch."
         smallest = _EXACT if dtypes == {np.dtype(np.float64)} else np.finfo(max(dtypes, key=lambda d: np.finfo(d).eps)).eps
         bound = _floor(ones, smallest)
         if max(bound.values()) > _MORE_THAN_ROUNDING:

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.gradient_hook import detail_of
-from towers.graph_walk import VARIABLES, descendants, end_of, writes_of
+from towers.graph_walk import VARIABLES, computes_the_same, descendants, end_of, writes_of
 from towers.private import forward_op_of
 from towers.sharding.given import Given
 from towers.sharding.guesses import Guesses
-from towers.sharding.nodes import Numbered, Refused, Replicated, TakenByPlace
+from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated, TakenByPlace
 from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
 from towers.sharding.propagation import propagate
 from towers.sharding.rules.normalization import is_batch_norm
@@ -150,6 +150,8 @@ class _Question:
     def _how(self, op, k, want, placement):
         """Returns how an op takes an input otherwise than one tower would, a str; None where it does not."""
         source = op.inputs[k]
+        if isinstance(want, AsPartial) and isinstance(placement, PartialMean) and placement.rows != BATCH and not self._of_weight:
+            return "adds a mean over as many examples as the tower's own data decide (its input %r)" % self._named(source)
         if isinstance(want, Numbered):
             return None if self._is_divided else "numbers the tower's own examples (its input %r)" % self._named(source)
         if not isinstance(want, Replicated):
@@ -308,6 +310,10 @@ class _Question:
         if self._of_weight and self._has_mean_over_batch():
             return ["the loss (%r) has a mean over the tower's own examples in it, and its \"weight\" counts something else"
                     % name]
+        numbers = self._numbers() if self._of_weight else []
+        if len(numbers) > 1:
+            return ["the loss (%r) depends on several numbers of the tower's own examples (%s), and its \"weight\" can be one "
+                    "of them" % (name, some_of([self._named(number) for number in numbers]))]
         num_rows = None if self._of_weight else num_rows
         sizes = [context.sizes_of(leaf) for leaf in self._given.leaves]
         is_even = bool(sizes) and all(each and len(set(each)) == 1 for each in sizes)
@@ -319,6 +325,25 @@ class _Question:
                     "towers.current_tower().num_towers" % (name, num_towers)]
         return ["the loss (%r) depends on the number of the tower's own examples: a mean or what is no sum is divided by it, or "
                 "a sum is divided twice" % name] if kinds else []
+
+    def _numbers(self):
+        """Returns what counts of examples come to before anything else is computed with them, and what means are taken over.
+
+        Each is there once, though it be written twice; a list of tensors.
+        """
+        derived, ops = {end for end in self._counts if self._leaves_of(end[0])}, {op.name: op for op in self._plan.order}
+        for op in self._plan.order:
+            varying = [end_of(source) for source in op.inputs if source.op.type != "Const"]
+            derived.update(map(end_of, op.outputs) if varying and derived.issuperset(varying) else ())
+        counts = [op.outputs[k] for op in self._plan.order for k in range(len(op.outputs)) if (op, k) in derived]
+        used = [tensor for tensor in counts if tensor.dtype.is_floating and any(
+            op in self._made and not derived.issuperset(map(end_of, op.outputs)) for op in tensor.consumers())]
+        rows = [placement.rows.name for placement in self._placements.values() if isinstance(placement, PartialMean)]
+        found = []
+        for number in used + [ops[name].outputs[0] for name in dict.fromkeys(rows) if name in ops]:
+            if not any(computes_the_same(number, other) for other in found):
+                found.append(number)
+        return found
 
     def _has_mean_over_batch(self):
         """Tells whether a mean over all of the tower's examples is a term of the loss."""
