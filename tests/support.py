@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import towers
-from towers.assignment import assign
+from towers.graph.assignment import assign
 
 # Whose `__all__` is the public API.
 PUBLIC_MODULES = ("towers", "towers.workers", "towers.testing", "towers.launch", "tf_syncbn", "tf_syncbn.slim",

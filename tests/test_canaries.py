@@ -1,4 +1,4 @@
-"""The private TensorFlow functions that towers/private.py calls: each still there, and doing what we need of it."""
+"""The private TensorFlow functions that towers/graph/private.py calls: each still there, and doing what we need of it."""
 import re
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from tensorflow.python.ops import control_flow_util_v2
 
 from benchmarks.record import session_runs_onednn
 from tests.support import run
-from towers.gradient_hook import with_gradient
-from towers.graph_walk import ancestors
-from towers.private import (branches_of, called_graph, chosen_by, condition_of, control_flow_now, control_flow_of, forward_op_of,
-                            is_deterministic, is_differentiable, is_recorded, not_recorded,
-                            outer_control_flow, rewire, run_after, runs_onednn, set_shape_attribute, take_in, taken_from_outside,
-                            wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
-                            without_intermediates)
+from towers.graph.gradient_hook import with_gradient
+from towers.graph.private import (branches_of, called_graph, chosen_by, condition_of, control_flow_now, control_flow_of,
+                                  forward_op_of, is_deterministic, is_differentiable, is_recorded, not_recorded,
+                                  outer_control_flow, rewire, run_after, runs_onednn, set_shape_attribute, take_in,
+                                  taken_from_outside, wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
+                                  without_intermediates)
+from towers.graph.walk import ancestors
 
 ROOT = Path(__file__).parent.parent
 PRIVATE = re.compile(r"\b(?!self\b)\w+\._(update_input|add_control_inputs?|control_outputs|remove_all_control_inputs|set_device|"
@@ -313,5 +313,5 @@ def test_a_tape_records_what_it_is_told_and_nothing_else():
 @pytest.mark.parametrize("package", ["towers", "tf_syncbn", "examples", "benchmarks"])
 def test_private_tensorflow_is_called_in_one_file_alone(package):
     for path in (ROOT / package).rglob("*.py"):
-        if path != ROOT / "towers" / "private.py":
+        if path != ROOT / "towers" / "graph" / "private.py":
             assert not PRIVATE.search(path.read_text()), path

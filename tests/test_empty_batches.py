@@ -9,7 +9,7 @@ import tf_syncbn
 import towers
 from tests.support import build, cpus, run, session, set_variables
 from tests.sweeps import covering
-from towers.private import runs_onednn
+from towers.graph.private import runs_onednn
 
 X = np.random.RandomState(0).randn(3, 6, 6, 2).astype(np.float32)
 SGD = tf.train.GradientDescentOptimizer

@@ -5,8 +5,8 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests.support import build, cpus, run, session, train_by, train_plainly
-from towers.graph_walk import ancestors
-from towers.private import rewire
+from towers.graph.private import rewire
+from towers.graph.walk import ancestors
 
 X = np.random.RandomState(0).randn(6, 3).astype(np.float32)
 SGD = tf.train.GradientDescentOptimizer

@@ -13,7 +13,7 @@ import tf_syncbn
 import towers
 from tests.support import build, cpus, session, set_variables, train_by
 from tests.sweeps import covering
-from towers.rows import split_rows
+from towers.batches.rows import split_rows
 
 Pair = collections.namedtuple("Pair", "images labels")
 RNG = np.random.RandomState(0)

@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 import towers
 from tests.conftest import BEHAVIOUR
 from tests.support import build
-from towers.keras3 import explained
+from towers.graph.keras3 import explained
 
 HAS_KERAS_3 = tuple(map(int, tf.__version__.split(".")[:2])) >= (2, 16)
 PROGRAM = """

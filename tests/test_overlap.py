@@ -6,8 +6,8 @@ import tensorflow.compat.v1 as tf
 import tf_syncbn
 import towers
 from tests.support import build, run
-from towers.graph_walk import ancestors
-from towers.private import control_flow_of
+from towers.graph.private import control_flow_of
+from towers.graph.walk import ancestors
 from towers.testing import assert_equals_one_batch
 
 IMAGES = np.random.RandomState(0).randn(6, 4, 4, 3)

@@ -16,40 +16,46 @@ from tests.processes import run_forks
 ROOT = Path(__file__).parent.parent
 in_processes = pytest.mark.xdist_group("packages")  # they share them
 
-# Nothing imports a file to its right or below.
-ORDER = {"towers": ["version", "annotations", "arguments", "wording",
-                    "context", "sums", "slices", "private", "gradient_hook", "turns",
-                    "meetings", "exchanges", "cross_tower", "placement", "rows", "batch", "shares", "sharing", "graph_walk",
-                    "ordering", "inner_training", "draws", "workers.cluster", "workers.collectives", "workers.watchdog",
-                    "workers.gradient_sums", "workers.variables", "workers.peers", "workers.sessions", "workers.plain",
-                    "workers.one_client", "workers.connection", "workers.__init__", "static_values", "logits", "losses", "input",
-                    "sharding.placements", "sharding.nodes", "sharding.conversions", "sharding.bodies",
-                    "sharding.rules.single_rows", "sharding.rules.turns", "sharding.rules.in_turn", "sharding.rules.table",
-                    "sharding.rules.pointwise",
-                    "sharding.rules.reductions", "sharding.rules.diagonals", "sharding.rules.lists", "sharding.rules.functions",
-                    "sharding.rules.movement", "sharding.rules.gathers", "sharding.rules.normalization",
-                    "sharding.rules.products", "sharding.rules.rows", "sharding.rules.segments", "sharding.rules.sizes",
-                    "sharding.rules.slices", "sharding.rules.state", "sharding.rules.tensor_lists", "sharding.rules.__init__",
-                    "sharding.rules.asked", "sharding.rules.powers", "sharding.own_gradients", "sharding.propagation",
-                    "sharding.report", "sharding.carrying", "sharding.rewriting", "sharding.gradient_functions", "functions",
-                    "sharding.row_loops", "sharding.guesses", "sharding.twin", "sharding.pairing", "sharding.writes",
-                    "sharding.given", "sharding.own_examples", "sharding.outputs", "sharding.whole_batch", "sharding.__init__",
-                    "sharding.joining", "global_loss", "replicas", "graph_collections", "lookups", "likeness", "own_data",
-                    "twins", "written", "own_effects", "initial_values", "asked_steps", "state", "replicated", "empty_batches",
-                    "keras3", "variable_placement", "builder", "update_ops", "overlap", "packing", "gradients", "transforms",
-                    "masking", "accumulation", "loss_scale", "training", "graph_copy", "shared_draws", "loop",
-                    "estimators.gradient_forms", "estimators.tower_optimizer", "estimators.steps", "estimators.metrics",
-                    "estimators.specs", "estimators.replication", "estimators.__init__", "assignment", "testing", "launch"],
-         "tf_syncbn": ["kernels.graph_function", "kernels.rows", "kernels.sums", "kernels.local_moments", "kernels.moments",
-                       "kernels.fused_op", "kernels.merge", "kernels.reference", "kernels.scaled_gradient",
-                       "kernels.own_gradient", "kernels.cudnn_unsized", "kernels.cudnn", "kernels.products", "kernels.onednn",
-                       "kernels.eigen_tf1", "kernels.eigen", "kernels.eigen_plain", "kernels.__init__", "kernels.choose",
-                       "kernels.inference", "arguments",
-                       "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",
-                       "conversion.peephole", "conversion.batch_norms", "conversion.averages", "conversion.convert",
-                       "conversion.__init__",
-                       "recalibration", "checkpoints.variable_names", "checkpoints.whole", "checkpoints.files",
-                       "checkpoints.__init__", "checkpoints.__main__"]}
+
+def wing(folder, names):
+    """Returns the modules of a folder, its `__init__` the last."""
+    return [folder + "." + name for name in names.split() + ["__init__"]]
+
+
+# Nothing imports a file to its right or below; so no wing, a folder, imports from a later one.
+RULES = ("single_rows turns in_turn table pointwise reductions diagonals lists functions movement gathers normalization products "
+         "rows segments sizes slices state tensor_lists")
+ORDER = {
+    "towers": [
+        "version", *wing("api", "annotations arguments wording"), "context",
+        *wing("graph", "private walk gradient_hook ordering static_values functions copies inner_training draws keras3 "
+              "assignment"),
+        *wing("meeting", "turns meetings exchanges sums slices cross_tower global_loss"),
+        *wing("devices", "placement sharing graph_collections variable_copies variable_placement"),
+        *wing("batches", "rows batch shares input empty_batches"),
+        *wing("workers", "cluster collectives watchdog gradient_sums variables peers sessions plain one_client connection"),
+        "sharding.placements", "sharding.nodes", "sharding.bodies",
+        *wing("sharding.rules", RULES), "sharding.rules.asked", "sharding.rules.powers",
+        *wing("sharding.plan", "own_gradients propagation gradient_functions row_loops guesses twin pairing given"),
+        *wing("sharding.rewrite", "conversions carrying rewriting writes outputs joining"),
+        *wing("sharding", "report own_examples whole_batch"),
+        "replicas",
+        *wing("state", "lookups likeness own_data equal_ops reads_and_writes own_effects initial_values asked_steps "
+              "tower_writes update_ops"),
+        "builder",
+        *wing("training", "overlap packing gradients transforms masking accumulation loss_scale minimize shared_draws loop logits "
+              "losses"),
+        *wing("estimators", "gradient_forms tower_optimizer steps metrics specs replication"),
+        "testing", "launch"],
+    "tf_syncbn": [
+        *("kernels." + name for name in ("graph_function", "rows", "sums", "local_moments", "moments", "fused_op", "merge",
+                                         "reference", "scaled_gradient", "own_gradient")),
+        *wing("kernels.machines", "cudnn_unsized cudnn products onednn eigen_tf1 eigen eigen_plain"),
+        *wing("kernels", "choose inference"),
+        "arguments", "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",
+        *wing("conversion", "peephole batch_norms averages convert"),
+        "recalibration",
+        *wing("checkpoints", "variable_names whole files"), "checkpoints.__main__"]}
 
 
 def imports(path):
@@ -72,7 +78,18 @@ def test_files_import_only_what_stands_before_them(package):
     assert files == set(order)
     for position, name in enumerate(order):
         mine = {m[len(package) + 1:] for m in imports(folder / (name.replace(".", "/") + ".py")) if m.startswith(package + ".")}
-        assert mine <= set(order[:position]), name
+        before = {name.replace(".__init__", "") for name in order[:position]}
+        assert mine <= before, name
+
+
+@pytest.mark.parametrize("package", sorted(ORDER))
+def test_a_wing_stands_together_and_no_folder_is_long(package):
+    wings = [name.rpartition(".")[0].partition(".")[0] for name in ORDER[package]]
+    together = [wing for i, wing in enumerate(wings) if wing and wings[i - 1:i] != [wing]]
+    assert len(together) == len(set(together))
+    for folder in {path.parent for path in (ROOT / package).rglob("*.py")}:
+        entries = [path for path in folder.iterdir() if path.name not in ("__pycache__", "py.typed", "__init__.py")]
+        assert len(entries) <= (22 if folder.name == "rules" else 18 if folder == ROOT / package else 13), folder
 
 
 def op_tables(path, types):

@@ -7,7 +7,7 @@ import tf_syncbn
 import towers
 from tests.support import build, run, session
 from tests.sweeps import covering
-from towers.graph_walk import written_variables
+from towers.graph.walk import written_variables
 
 RNG = np.random.RandomState(0)
 NOISE, REAL = RNG.randn(9, 3), RNG.randn(9, 4)

@@ -9,7 +9,7 @@ import tf_syncbn
 import towers
 from tests.support import build, cpus, run, session, train_by
 from tests.sweeps import covering
-from towers.graph_walk import writes_of
+from towers.graph.walk import writes_of
 from towers.testing import assert_equals_one_batch
 
 X = np.random.RandomState(0).randn(7, 3)

@@ -10,7 +10,7 @@ import towers
 from tests.support import build, cpus, set_variables
 from tests.sweeps import covering
 from tf_syncbn.kernels import graph_function
-from towers.functions import Functions
+from towers.graph.functions import Functions
 
 TIMEOUT = 300  # seconds, of which no test here needs a tenth on a machine that does nothing else
 X = np.random.RandomState(0).randn(8, 9, 3)  # a batch for each of eight threads

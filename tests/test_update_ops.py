@@ -9,9 +9,9 @@ import tf_syncbn
 import towers
 from tests.support import build, cpus, has_tf_layers, run, session, train_by
 from tests.sweeps import covering
-from towers.graph_walk import ancestors
+from towers.graph.walk import ancestors
+from towers.state.update_ops import collect_update_ops
 from towers.testing import assert_equals_one_batch
-from towers.update_ops import collect_update_ops
 
 X = (3 + 2 * np.random.RandomState(0).randn(12, 4)).astype(np.float32)
 DECAY = 0.8

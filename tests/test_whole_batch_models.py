@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests.support import build, session
-from towers.graph_walk import ancestors, writes_of
+from towers.graph.walk import ancestors, writes_of
 from towers.testing import assert_equals_one_batch
 
 RNG = np.random.RandomState(3)

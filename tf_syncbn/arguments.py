@@ -1,8 +1,8 @@
 """What `sync_batch_norm` may be given: each argument checked while the graph is built, with the layer's name in the message."""
 import tensorflow.compat.v1 as tf
 
-from towers.arguments import FLAG, FUNCTION, INITIALIZER, NUMBER, SCALAR, Kind, as_tensor, check, optional
 from tf_syncbn.kernels.rows import accumulator
+from towers.api.arguments import FLAG, FUNCTION, INITIALIZER, NUMBER, SCALAR, Kind, as_tensor, check, optional
 
 __all__ = ["check_axis", "check_kinds", "check_mask", "check_numbers", "check_training"]
 

@@ -4,16 +4,16 @@ from typing import Any, Dict, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import Tensor, TensorFn, TensorLike, VariableScope
-from towers.arguments import as_tensor
-from towers.exchanges import tower_here
 from tf_syncbn.arguments import check_axis, check_kinds, check_mask, check_numbers, check_training
-from tf_syncbn.kernels.rows import accumulator, known_count
 from tf_syncbn.kernels.inference import normalize_by_averages
 from tf_syncbn.kernels.moments import packed
+from tf_syncbn.kernels.rows import accumulator, known_count
 from tf_syncbn.moving_averages import AveragedLayer, collect_updates, moving_average_steps, remember_layer, update_ops
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 from tf_syncbn.whole_batch import Normalization, normalize_over_towers
+from towers.api.annotations import Tensor, TensorFn, TensorLike, VariableScope
+from towers.api.arguments import as_tensor
+from towers.meeting.exchanges import tower_here
 
 __all__ = ["sync_batch_norm"]
 

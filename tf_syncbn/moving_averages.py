@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import ancestors, written_variable
-from towers.private import control_flow_now, control_flow_of, run_after
 from tf_syncbn.kernels.graph_function import call
 from tf_syncbn.kernels.moments import bessel, parts
+from towers.graph.private import control_flow_now, control_flow_of, run_after
+from towers.graph.walk import ancestors, written_variable
 
 __all__ = ["AveragedLayer", "averaged_layers", "collect_updates", "moving_average_steps", "remember_layer", "share_of_new",
            "steps_where_counted", "update_after", "update_ops"]

@@ -9,11 +9,11 @@ from typing import Any, Callable, Dict, Optional, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import Session
-from towers.assignment import assign
-from towers.replicas import Towers
-from towers.graph_walk import ancestors, written_variables
 from tf_syncbn.moving_averages import averaged_layers
+from towers.api.annotations import Session
+from towers.graph.assignment import assign
+from towers.graph.walk import ancestors, written_variables
+from towers.replicas import Towers
 
 __all__ = ["recalibrate"]
 

@@ -9,8 +9,8 @@ from typing import Any, Dict, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import Tensor, TensorFn, TensorLike, VariableScope
 from tf_syncbn.batch_norm import sync_batch_norm
+from towers.api.annotations import Tensor, TensorFn, TensorLike, VariableScope
 
 __all__ = ["batch_norm"]
 

@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.context import span
-from towers.cross_tower import Divisor, cross_tower_sum_at
-from towers.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
-from towers.gradient_hook import with_gradient
-from towers.meetings import Across
-from towers.private import control_flow_now, is_deterministic, runs_onednn
 from tf_syncbn.kernels import fused_op, reference
 from tf_syncbn.kernels.choose import Layer, Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
 from tf_syncbn.kernels.merge import merge, merge_apart, merge_groups, merge_merged, with_count
 from tf_syncbn.kernels.moments import split
 from tf_syncbn.kernels.rows import along, known_count
+from towers.context import span
+from towers.graph.gradient_hook import with_gradient
+from towers.graph.private import control_flow_now, is_deterministic, runs_onednn
+from towers.meeting.cross_tower import Divisor, cross_tower_sum_at
+from towers.meeting.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
+from towers.meeting.meetings import Across
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 

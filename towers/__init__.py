@@ -11,27 +11,27 @@ except ImportError as error:
                       "your machine, such as `pip install tensorflow`.") from error
 
 from towers import workers
-from towers.accumulation import accumulate
-from towers.batch import PerTower
+from towers.api.wording import TowersWarning
+from towers.batches.batch import PerTower
 from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, each_example, may_differ
-from towers.cross_tower import all_gather, all_reduce
+from towers.devices.placement import find_devices, session_config
 from towers.estimators import TowerOptimizer, replicate_model_fn
-from towers.exchanges import exchange
-from towers.gradients import average_gradients, compute_gradients
-from towers.loop import repeat
-from towers.loss_scale import scale_loss
-from towers.losses import softmax_cross_entropy
-from towers.masking import mask_gradients
-from towers.placement import find_devices, session_config
+from towers.meeting.cross_tower import all_gather, all_reduce
+from towers.meeting.exchanges import exchange
+from towers.meeting.turns import TowerMismatchError
 from towers.replicas import Tower, Towers
 from towers.sharding import placement_rule, whole_batch
-from towers.training import minimize
-from towers.transforms import check_finite, clip_by_global_norm, clip_by_value
-from towers.turns import TowerMismatchError
-from towers.update_ops import collect_update_ops
+from towers.state.update_ops import collect_update_ops
+from towers.training.accumulation import accumulate
+from towers.training.gradients import average_gradients, compute_gradients
+from towers.training.loop import repeat
+from towers.training.loss_scale import scale_loss
+from towers.training.losses import softmax_cross_entropy
+from towers.training.masking import mask_gradients
+from towers.training.minimize import minimize
+from towers.training.transforms import check_finite, clip_by_global_norm, clip_by_value
 from towers.version import __version__
-from towers.wording import TowersWarning
 
 __all__ = [
     "PerTower",

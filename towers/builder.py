@@ -10,29 +10,29 @@ from typing import Any, List, Optional, Sequence, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import ModelFn, Tensor, VariablePlacement
-from towers.arguments import DEVICE, FLAG, FUNCTION, check, optional
-from towers.batch import PerTower, check_batch, known_sizes, split_batch
+from towers.api.annotations import ModelFn, Tensor, VariablePlacement
+from towers.api.arguments import DEVICE, FLAG, FUNCTION, check, optional
+from towers.batches.batch import PerTower, check_batch, known_sizes, split_batch
+from towers.batches.empty_batches import survive_empty_batches
+from towers.batches.input import is_input, next_batches
+from towers.batches.shares import checked_loss, count, scalar_loss, shares
 from towers.context import TowerContext, current_tower, enter_tower
-from towers.draws import warn_of_same_draws
-from towers.empty_batches import survive_empty_batches
-from towers.graph_collections import TowerCollections
-from towers.inner_training import refuse_training
-from towers.input import is_input, next_batches
-from towers.keras3 import explained
-from towers.likeness import check_alike
-from towers.meetings import Meetings
-from towers.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure,
-                              on_machine_of, warn_of_absent_devices)
-from towers.private import take_in
+from towers.devices.graph_collections import TowerCollections
+from towers.devices.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure, on_machine_of,
+                                      warn_of_absent_devices)
+from towers.devices.sharing import VariableSharing
+from towers.devices.variable_copies import read_once
+from towers.devices.variable_placement import TowerDevices, placement_of, warn_of_other_devices
+from towers.graph.draws import warn_of_same_draws
+from towers.graph.inner_training import refuse_training
+from towers.graph.keras3 import explained
+from towers.graph.private import take_in
+from towers.meeting.meetings import Meetings
+from towers.meeting.turns import TowerMismatchError
 from towers.replicas import Tower, Towers
-from towers.replicated import read_once
-from towers.shares import checked_loss, count, scalar_loss, shares
 from towers.sharding.own_examples import warn_of_own_examples
-from towers.sharing import VariableSharing
-from towers.state import settle_state
-from towers.turns import TowerMismatchError
-from towers.variable_placement import TowerDevices, placement_of, warn_of_other_devices
+from towers.state.likeness import check_alike
+from towers.state.tower_writes import settle_state
 from towers.workers.connection import Workers
 
 _OTHER_ARGUMENTS = re.compile(r"\(\) (missing|takes|got) .*argument")  # of Python's words where a function is called
@@ -96,9 +96,9 @@ class TowerBuilder:
 
         Variables are made in tower 0 and used by all; their names have no tower in them, so checkpoints of a model built
         without towers load. Ops stand in the name scopes `tower_0`, `tower_1`, and so on. Collections: see
-        `towers.graph_collections`; of summaries tower 0's are kept. Variables that the surrounding variable scope reuses are
-        reused, so a second build under `reuse=True` shares those of the first that `tf.get_variable` made. What
-        `tf.Variable` makes, it makes anew, as TensorFlow does without towers.
+        `towers.devices.graph_collections`; of summaries tower 0's are kept. Variables that the surrounding variable scope reuses
+        are reused, so a second build under `reuse=True` shares those of the first that `tf.get_variable` made. What `tf.Variable`
+        makes, it makes anew, as TensorFlow does without towers.
 
         Args:
           model_fn: a function of the tower's batch, which a tuple reaches as positional arguments, anything else as the one
@@ -111,11 +111,11 @@ class TowerBuilder:
               of 0 / 0 is NaN, and would reach every tower that this one meets. That fails by the tower's name too;
             - or any structure of tensors, if there is nothing to train.
           batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all, sparse and ragged tensors by
-            their rows; or a `tf.data` data set or iterator of such batches, see `towers.input`; or `towers.PerTower`; or a
-            function of the tower's `TowerContext` that makes its batch, on the host's CPU.
+            their rows; or a `tf.data` data set or iterator of such batches, see `towers.batches.input`; or `towers.PerTower`; or
+            a function of the tower's `TowerContext` that makes its batch, on the host's CPU.
           training: bool or scalar bool tensor, for layers that ask `current_tower().training`.
-          alike: whether to hold the towers against tower 0, op by op, see `towers.likeness`. False leaves out that check, for
-            model functions that compute other things in other towers; `towers.may_differ` says so of some ops alone.
+          alike: whether to hold the towers against tower 0, op by op, see `towers.state.likeness`. False leaves out that check,
+            for model functions that compute other things in other towers; `towers.may_differ` says so of some ops alone.
 
         Returns:
           `Towers`.

@@ -10,7 +10,7 @@ from typing import Any, ContextManager, Dict, Iterator, List, NamedTuple, Option
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import Operation, Tensor
+from towers.api.annotations import Operation, Tensor
 
 __all__ = ["TowerContext", "check_graph", "current_tower", "differentiate", "each_example", "enter_tower", "is_differentiating",
            "may_differ", "outside_of_tower", "span"]
@@ -43,7 +43,7 @@ class TowerContext:
       aggregation_device: str, the device on which towers meet.
       training: bool or scalar bool tensor, the builder's `training`.
       name_scope: str, the name scope of the tower's ops, ending in "/".
-      meetings: the build's record of exchanges, see `towers.meetings`, and its `graph`.
+      meetings: the build's record of exchanges, see `towers.meeting.meetings`, and its `graph`.
       shared_updates: list of ops, the updates added with `shared=True` so far. One list for all towers of the build.
       batch: tuple, what the model function is called with.
       spans: list of `Span`, ops that `span` and `may_differ` hold together.

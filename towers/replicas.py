@@ -4,14 +4,14 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, U
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import Operation, Structure, Tensor
-from towers.arguments import Kind
+from towers.api.annotations import Operation, Structure, Tensor
+from towers.api.arguments import Kind
+from towers.batches.shares import shares, weighted_sum
 from towers.context import TowerContext, check_graph
-from towers.global_loss import watched
-from towers.graph_walk import end_of
-from towers.sharding.joining import join_placed
+from towers.graph.walk import end_of
+from towers.meeting.global_loss import watched
 from towers.sharding.placements import PartialMean
-from towers.shares import shares, weighted_sum
+from towers.sharding.rewrite.joining import join_placed
 
 __all__ = ["TOWERS", "Tower", "Towers"]
 

@@ -8,16 +8,16 @@ from typing import Callable, Dict, NamedTuple, Optional, Sequence
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import ModelFn, Optimizer, Structure
-from towers.assignment import assign
-from towers.batch import PerTower, even_sizes
+from towers.api.annotations import ModelFn, Optimizer, Structure
+from towers.api.wording import some_of
+from towers.batches.batch import PerTower, even_sizes
 from towers.builder import TowerBuilder
 from towers.context import current_tower
-from towers.gradients import average_gradients, compute_gradients
-from towers.graph_walk import ancestors, op_of
-from towers.ordering import order_writes
-from towers.placement import session_config
-from towers.wording import some_of
+from towers.devices.placement import session_config
+from towers.graph.assignment import assign
+from towers.graph.ordering import order_writes
+from towers.graph.walk import ancestors, op_of
+from towers.training.gradients import average_gradients, compute_gradients
 
 __all__ = ["Differences", "assert_equals_one_batch"]
 

@@ -8,9 +8,9 @@ from typing import Dict, NamedTuple, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import Variable
 from tf_syncbn.checkpoints.variable_names import invert, lines, move, recognize, rename, spell
 from tf_syncbn.checkpoints.whole import FILE_ENDING, refuse_to_overwrite, written_whole
+from towers.api.annotations import Variable
 
 __all__ = ["assignment_map", "convert", "read"]
 

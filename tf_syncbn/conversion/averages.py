@@ -1,11 +1,11 @@
 """Moving averages of converted batch norms: which variables average which moments, and in which order they move."""
 import functools
 
-from towers.graph_walk import end_of, written_variables
-from towers.ordering import order_writes
-from towers.sharding.placements import Replicate
 from tf_syncbn.conversion.peephole import ROOTS
 from tf_syncbn.moving_averages import AveragedLayer, remember_layer
+from towers.graph.ordering import order_writes
+from towers.graph.walk import end_of, written_variables
+from towers.sharding.placements import Replicate
 
 __all__ = ["order_updates", "remember_averages", "sources_of"]
 
@@ -14,7 +14,7 @@ def sources_of(plan, batch_norms):
     """Finds what is computed of the moments of batch norms and of no examples.
 
     Args:
-      plan: `towers.sharding.propagation.Plan` of the tower.
+      plan: `towers.sharding.plan.propagation.Plan` of the tower.
       batch_norms: list of `tf_syncbn.conversion.peephole.Moments`.
 
     Returns:

@@ -7,16 +7,16 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import end_of
-from towers.sharding.nodes import Decision
-from towers.sharding.placements import Blocks, Partial, PartialMean, Replicate, Shard
-from towers.sharding.propagation import loop_of
-from towers.sharding.rules.normalization import FUSED, channels_axis, is_batch_norm
-from towers.sharding.rules.table import RULES, Rule
-from towers.sharding.whole_batch import Kernels
 from tf_syncbn.conversion.peephole import ROOTS, Moments, find_moments
 from tf_syncbn.kernels.moments import bessel, packed, parts, split
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
+from towers.graph.walk import end_of
+from towers.sharding.nodes import Decision
+from towers.sharding.placements import Blocks, Partial, PartialMean, Replicate, Shard
+from towers.sharding.plan.propagation import loop_of
+from towers.sharding.rules.normalization import FUSED, channels_axis, is_batch_norm
+from towers.sharding.rules.table import RULES, Rule
+from towers.sharding.whole_batch import Kernels
 
 __all__ = ["BatchNorms"]
 

@@ -10,12 +10,12 @@ from typing import Callable, NamedTuple, Pattern, Union
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import ConvertedModelFn, ModelFn, Shape
+from tf_syncbn.conversion.averages import order_updates, remember_averages, sources_of
+from tf_syncbn.conversion.batch_norms import BatchNorms
+from towers.api.annotations import ConvertedModelFn, ModelFn, Shape
 from towers.context import current_tower
 from towers.sharding.report import log_meetings
 from towers.sharding.whole_batch import plan_alone, scope_filter, with_kernels
-from tf_syncbn.conversion.averages import order_updates, remember_averages, sources_of
-from tf_syncbn.conversion.batch_norms import BatchNorms
 
 __all__ = ["ConvertedLayer", "convert_model"]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from towers.private import position_of
+from towers.graph.private import position_of
 
 __all__ = ["ROOTS", "Moments", "find_moments"]
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import (cudnn, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, own_gradient, products, reference,
-                               scaled_gradient)
+from tf_syncbn.kernels import own_gradient, reference, scaled_gradient
 from tf_syncbn.kernels.fused_op import has_few_images
+from tf_syncbn.kernels.machines import cudnn, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, products
 from tf_syncbn.kernels.rows import accumulator, is_small, known_count
 
 __all__ = ["Layer", "Machine", "STRATEGIES", "Strategy", "choose"]

@@ -8,8 +8,8 @@ import functools
 
 import tensorflow.compat.v1 as tf
 
-from towers.exchanges import gradient_place, pass_with_gradient
-from towers.private import not_recorded
+from towers.graph.private import not_recorded
+from towers.meeting.exchanges import gradient_place, pass_with_gradient
 
 __all__ = ["call", "call_with_gradient"]
 

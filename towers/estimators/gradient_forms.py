@@ -5,8 +5,8 @@ against the gradients themselves when these exist.
 """
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import VARIABLES
-from towers.private import is_differentiable
+from towers.graph.private import is_differentiable
+from towers.graph.walk import VARIABLES
 
 __all__ = ["DENSE", "NONE", "SPARSE", "gradient_forms"]
 

@@ -7,9 +7,9 @@ to the tower's batch.
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.own_data import takes_own_data
-from towers.graph_walk import ancestors, op_of, writes_of
-from towers.private import rewire
+from towers.graph.private import rewire
+from towers.graph.walk import ancestors, op_of, writes_of
+from towers.state.own_data import takes_own_data
 
 __all__ = ["count_all_examples", "merged_metrics"]
 

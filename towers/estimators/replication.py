@@ -10,23 +10,23 @@ from typing import Any, Callable, Optional, Sequence
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import ModelFn, TensorLike, Transforms, VariablePlacement
-from towers.arguments import FUNCTION, TEXT, check, optional
+from towers.api.annotations import ModelFn, TensorLike, Transforms, VariablePlacement
+from towers.api.arguments import FUNCTION, TEXT, check, optional
 from towers.builder import TowerBuilder
 from towers.context import TowerContext, current_tower, enter_tower
+from towers.devices.placement import HOST, session_config
 from towers.estimators.metrics import count_all_examples, merged_metrics
-from towers.own_data import takes_own_data
 from towers.estimators.specs import joined, joined_exports, tensors_of_export
 from towers.estimators.steps import build_train_op, leaves_of_group
 from towers.estimators.tower_optimizer import Asked
-from towers.graph_walk import VARIABLES, ancestors, op_of, writes_of
-from towers.inner_training import applies_gradients
-from towers.meetings import Meetings
-from towers.placement import HOST, session_config
-from towers.private import control_flow_of
-from towers.transforms import Transform, check_transforms
-from towers.turns import TowerMismatchError
-from towers.update_ops import POLICIES
+from towers.graph.inner_training import applies_gradients
+from towers.graph.private import control_flow_of
+from towers.graph.walk import VARIABLES, ancestors, op_of, writes_of
+from towers.meeting.meetings import Meetings
+from towers.meeting.turns import TowerMismatchError
+from towers.state.own_data import takes_own_data
+from towers.state.update_ops import POLICIES
+from towers.training.transforms import Transform, check_transforms
 
 __all__ = ["replicate_model_fn"]
 

@@ -1,8 +1,8 @@
 """The `EstimatorSpec` of all towers, of those of each."""
 import tensorflow.compat.v1 as tf
 
-from towers.own_data import takes_own_data
-from towers.shares import weighted_sum
+from towers.batches.shares import weighted_sum
+from towers.state.own_data import takes_own_data
 
 __all__ = ["joined", "joined_exports", "tensors_of_export"]
 

@@ -7,13 +7,13 @@ have transforms that hold it back: these take the place of both, the averaging's
 import tensorflow.compat.v1 as tf
 
 from towers.estimators.gradient_forms import DENSE, NONE, SPARSE
-from towers.own_data import takes_own_data
-from towers.gradients import average_gradients, scaled_gradients
-from towers.graph_walk import ancestors, descendants, op_of
-from towers.private import control_flow_of, rewire, run_after
-from towers.slices import ops_of
-from towers.transforms import Step, Transform, begin, mapped
-from towers.update_ops import collect_update_ops
+from towers.graph.private import control_flow_of, rewire, run_after
+from towers.graph.walk import ancestors, descendants, op_of
+from towers.meeting.slices import ops_of
+from towers.state.own_data import takes_own_data
+from towers.state.update_ops import collect_update_ops
+from towers.training.gradients import average_gradients, scaled_gradients
+from towers.training.transforms import Step, Transform, begin, mapped
 
 __all__ = ["build_train_op", "leaves_of_group"]
 
@@ -75,7 +75,7 @@ class _Steps:
         self._replicas, self._asked, self._transforms = replicas, asked, transforms
         self.first, self.updates, self._waited = asked[0], updates, set()
         self._averaged = {}  # number of a pass -> list of averaged (gradient, variable)
-        self._finish = None  # of transforms that hold back the step, see `towers.transforms.begin`
+        self._finish = None  # of transforms that hold back the step, see `towers.training.transforms.begin`
         self._holding = ", ".join("towers." + each.name for each in transforms if isinstance(each, Transform))
         dones = [[of_tower.steps[i].done for of_tower in asked] for i in range(len(self.first.steps))]
         self._behind = [descendants(of_step) for of_step in dones]  # what runs after a step, by the model functions' account

@@ -10,13 +10,13 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import GradsAndVars, Operation, Optimizer, Tensor, Variable
+from towers.api.annotations import GradsAndVars, Operation, Optimizer, Tensor, Variable
 from towers.context import current_tower, outside_of_tower
 from towers.estimators.gradient_forms import DENSE, NONE, gradient_forms
-from towers.graph_walk import ancestors, descendants, op_of
-from towers.own_data import takes_own_data
-from towers.private import control_flow_now
-from towers.slices import ops_of
+from towers.graph.private import control_flow_now
+from towers.graph.walk import ancestors, descendants, op_of
+from towers.meeting.slices import ops_of
+from towers.state.own_data import takes_own_data
 
 __all__ = ["Asked", "TowerOptimizer"]
 

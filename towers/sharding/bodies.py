@@ -1,8 +1,8 @@
 """The functions that ops call, as branches and loops of control flow 2 are: their ops, what they take, and what they return."""
 from typing import Any, NamedTuple
 
-from towers.graph_walk import ancestors
-from towers.private import called_graph
+from towers.graph.private import called_graph
+from towers.graph.walk import ancestors
 
 __all__ = ["BODIES", "Bodies", "Body", "is_stateful"]
 

@@ -4,9 +4,9 @@ from typing import Any, Callable, Dict, List, Optional
 
 import tensorflow.compat.v1 as tf
 
-from towers.private import is_in_loop
+from towers.graph.private import is_in_loop
+from towers.graph.static_values import static_value
 from towers.sharding.placements import Blocks, Placement, Replicate, Shard, elements_of
-from towers.static_values import static_value
 
 __all__ = ["AsPartial", "Decision", "Node", "Numbered", "OwnRows", "Refused", "Replicated", "ShapeOf", "TakenByPlace", "Unfit",
            "Value"]
@@ -76,8 +76,8 @@ class Decision:
       outputs: list of `Placement`, one an output.
       wants: dict from numbers of inputs to `Replicated`, `AsPartial`, `OwnRows`, `Numbered` or `ShapeOf`; the others stay.
       own: dict from numbers of outputs to `OwnRows`: the op computes what all towers have alike, and the rows go on.
-      instead: a function of a `towers.sharding.conversions.Conversions`, the op and its inputs, that builds what stands for the
-        op's outputs and returns a list of tensors; None in it is the op's own output.
+      instead: a function of a `towers.sharding.rewrite.conversions.Conversions`, the op and its inputs, that builds what stands
+        for the op's outputs and returns a list of tensors; None in it is the op's own output.
       meets: str, what `instead` meets for, "" where it does not.
     """
     outputs: List[Placement]
@@ -147,7 +147,7 @@ class Node:
       op: the operation.
       type: str.
       inputs, outputs: lists of `Value`.
-      context: `towers.sharding.propagation.Facts`, what is known of the tower.
+      context: `towers.sharding.plan.propagation.Facts`, what is known of the tower.
     """
 
     is_over_rows = False  # of a loop of control flow 2, see `towers.sharding.rules.turns`

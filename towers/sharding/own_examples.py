@@ -9,21 +9,21 @@ import warnings
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.gradient_hook import detail_of
-from towers.graph_walk import VARIABLES, computes_the_same, descendants, end_of, writes_of
-from towers.private import forward_op_of
-from towers.sharding.given import Given
-from towers.sharding.guesses import Guesses
+from towers.api.wording import TowersWarning, some_of
+from towers.graph.gradient_hook import detail_of
+from towers.graph.private import forward_op_of
+from towers.graph.static_values import static_value
+from towers.graph.walk import VARIABLES, computes_the_same, descendants, end_of, writes_of
 from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated, TakenByPlace
 from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
-from towers.sharding.propagation import propagate
+from towers.sharding.plan.given import Given
+from towers.sharding.plan.guesses import Guesses
+from towers.sharding.plan.propagation import propagate
+from towers.sharding.plan.twin import layers_of
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.powers import Powers, others_than_means
 from towers.sharding.rules.sizes import is_of_shapes
 from towers.sharding.rules.slices import takes_by_place
-from towers.sharding.twin import layers_of
-from towers.static_values import static_value
-from towers.wording import TowersWarning, some_of
 
 __all__ = ["warn_of_own_examples"]
 

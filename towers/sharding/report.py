@@ -3,11 +3,11 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import end_of
+from towers.api.wording import TowersWarning
+from towers.graph.walk import end_of
+from towers.meeting.turns import without_numbers
 from towers.sharding.nodes import Replicated
 from towers.sharding.placements import Blocks, Partial, PartialMean, RowNumbers, Shard, Size
-from towers.turns import without_numbers
-from towers.wording import TowersWarning
 
 __all__ = ["described", "drawn", "log_meetings", "warn_of_large_gathers"]
 
@@ -20,9 +20,9 @@ def described(plan, tower, turns=None):
     """Returns where a plan lets its tower meet the others and what for, a list of str, the same in towers that are alike.
 
     Args:
-      plan: `towers.sharding.propagation.Plan`.
+      plan: `towers.sharding.plan.propagation.Plan`.
       tower: `TowerContext`.
-      turns: see `towers.sharding.twin.Twin`. Of what each turn takes whole, the first says it for all.
+      turns: see `towers.sharding.plan.twin.Twin`. Of what each turn takes whole, the first says it for all.
     """
     found, turns = [], turns or {}
     for op in plan.order:

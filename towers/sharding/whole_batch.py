@@ -10,24 +10,24 @@ from typing import Callable, Pattern, Union
 
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import ModelFn
+from towers.api.annotations import ModelFn
 from towers.context import Span, current_tower, enter_tower, may_differ
-from towers.graph_walk import end_of
-from towers.inner_training import refuse_training
-from towers.private import is_recorded, position_of, without_intermediates
-from towers.sharding.given import Added, Given, without_size
-from towers.sharding.gradient_functions import gradient_check
+from towers.graph.inner_training import refuse_training
+from towers.graph.private import is_recorded, position_of, without_intermediates
+from towers.graph.walk import end_of
+from towers.meeting.turns import TowerMismatchError
 from towers.sharding.nodes import Refused
-from towers.sharding.outputs import Outputs
-from towers.sharding.pairing import pair
 from towers.sharding.placements import Own
-from towers.sharding.propagation import Facts, propagate_with_turns
+from towers.sharding.plan.given import Added, Given, without_size
+from towers.sharding.plan.gradient_functions import gradient_check
+from towers.sharding.plan.pairing import pair
+from towers.sharding.plan.propagation import Facts, propagate_with_turns
+from towers.sharding.plan.twin import build_twin, layers_of, noting_variables
 from towers.sharding.report import described, drawn, log_meetings, warn_of_large_gathers
-from towers.sharding.rewriting import Rewriting
+from towers.sharding.rewrite.outputs import Outputs
+from towers.sharding.rewrite.rewriting import Rewriting
+from towers.sharding.rewrite.writes import alike_writes, leave_to_first
 from towers.sharding.rules.table import RULES
-from towers.sharding.twin import build_twin, layers_of, noting_variables
-from towers.sharding.writes import alike_writes, leave_to_first
-from towers.turns import TowerMismatchError
 
 __all__ = ["Kernels", "plan_alone", "scope_filter", "whole_batch", "with_kernels"]
 
@@ -83,7 +83,7 @@ class Kernels:
         pass
 
     def planned(self, plan):
-        """Takes the tower's `towers.sharding.propagation.Plan`, before it is carried out."""
+        """Takes the tower's `towers.sharding.plan.propagation.Plan`, before it is carried out."""
 
     def carried_out(self):
         """Is called when the plan has been carried out."""

@@ -8,10 +8,10 @@ from typing import Any, Callable, List, Optional, Sequence, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.annotations import (ClusterResolver, ConfigProto, GradsAndVars, Graph, Operation, Optimizer, Session,
-                                SessionRunHook, Tensor, TensorLike, Variable)
-from towers.arguments import OPTIMIZER, check
-from towers.placement import session_config
+from towers.api.annotations import (ClusterResolver, ConfigProto, GradsAndVars, Graph, Operation, Optimizer, Session,
+                                    SessionRunHook, Tensor, TensorLike, Variable)
+from towers.api.arguments import OPTIMIZER, check
+from towers.devices.placement import session_config
 from towers.workers.cluster import Cluster, find_cluster
 from towers.workers.collectives import Collectives
 from towers.workers.peers import Peers

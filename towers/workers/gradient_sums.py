@@ -1,7 +1,7 @@
 """Gradients summed over workers: dense ones in few large tensors, sparse ones row by row."""
 import tensorflow.compat.v1 as tf
 
-from towers.slices import with_numbers
+from towers.meeting.slices import with_numbers
 
 __all__ = ["describe", "scaled", "sum_gradients"]
 

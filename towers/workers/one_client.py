@@ -2,7 +2,7 @@
 import time
 from typing import Optional, Sequence
 
-from towers.annotations import ConfigProto, Graph, Session
+from towers.api.annotations import ConfigProto, Graph, Session
 from towers.workers.cluster import find_cluster
 from towers.workers.sessions import WatchedSession
 from towers.workers.watchdog import Watchdog, probe

@@ -7,8 +7,8 @@ import warnings
 
 import tensorflow.compat.v1 as tf
 
-from towers.draws import drawing_ops, seeds_of
-from towers.wording import TowersWarning
+from towers.api.wording import TowersWarning
+from towers.graph.draws import drawing_ops, seeds_of
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start, copied
 
@@ -105,7 +105,7 @@ class Peers:
           purpose: tuple of str and int, what the meeting is known by in every worker.
           left: list over this worker's towers of lists of what each left, tensors and None.
           aggregate: a function of such a list over all towers, see `towers.exchange`.
-          across: `towers.meetings.Across`, or None.
+          across: `towers.meeting.meetings.Across`, or None.
           shapes: list of `tf.TensorShape`, what all towers' contributions are known to have in common; None is their own.
 
         Returns:

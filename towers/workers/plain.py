@@ -1,10 +1,10 @@
 """Workers for graphs without towers: sums of tensors, and an optimizer whose gradients are averaged over workers."""
 import tensorflow.compat.v1 as tf
 
-from towers.gradient_hook import detail_of, with_gradient
-from towers.graph_walk import ancestors
-from towers.slices import numbers_of
-from towers.turns import without_numbers
+from towers.graph.gradient_hook import detail_of, with_gradient
+from towers.graph.walk import ancestors
+from towers.meeting.slices import numbers_of
+from towers.meeting.turns import without_numbers
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start
 

@@ -1,7 +1,6 @@
 """Rules, a file a family: which placements an op wants, and what its outputs then are."""
 from towers.sharding.rules import (diagonals, functions, gathers, lists, movement, normalization, pointwise, products, reductions,
-                                   rows,
-                                   segments, single_rows, sizes, slices, state, tensor_lists)
+                                   rows, segments, single_rows, sizes, slices, state, tensor_lists)
 from towers.sharding.rules.table import RULES, decide, placement_rule
 
 __all__ = ["RULES", "decide", "diagonals", "functions", "gathers", "lists", "movement", "normalization", "placement_rule",

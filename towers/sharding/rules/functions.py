@@ -8,13 +8,12 @@ import copy
 import dataclasses
 from typing import Any, Dict, List, NamedTuple
 
-from towers.graph_walk import end_of, writes_of
-from towers.private import position_of
+from towers.graph.private import position_of
+from towers.graph.walk import end_of, writes_of
 from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Decision, Node, OwnRows, Refused, Replicated, ShapeOf, Unfit, Value
-from towers.sharding.placements import (
-    BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Own, Partial, PartialMean, Replicate, RowNumbers, Running, Shard, Size,
-    Turn)
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Own, Partial, PartialMean, Replicate,
+                                        RowNumbers, Running, Shard, Size, Turn)
 from towers.sharding.rules.in_turn import check_state, chosen_in_turn, refuse_effects
 from towers.sharding.rules.lists import joined
 from towers.sharding.rules.table import ANY, RULES, rule
@@ -41,7 +40,7 @@ class Inner(NamedTuple):
 
     Attributes:
       body: `towers.sharding.bodies.Body`.
-      plan: `towers.sharding.propagation.Plan`.
+      plan: `towers.sharding.plan.propagation.Plan`.
       returns: dict from numbers of its outputs to what they are wanted as, see `Decision.wants`.
       varying: frozenset of int, the inputs that are other ones from turn to turn.
     """

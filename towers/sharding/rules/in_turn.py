@@ -4,15 +4,14 @@ Such a loop stays each tower's own, as what its turns make of their examples is 
 they add up is a sum's parts. What does not fit, the number of a turn in use as a number say, is refused, and the loop is made the
 whole batch's then.
 """
-from towers.graph_walk import ENTERS, EXITS, MERGES, VARIABLES, end_of
-from towers.private import chosen_by, control_flow_of
+from towers.graph.private import chosen_by, control_flow_of
+from towers.graph.static_values import static_value
+from towers.graph.walk import ENTERS, EXITS, MERGES, VARIABLES, end_of
 from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn
-from towers.sharding.rules.turns import (
-    IN_FRONT, READS, ends_loop, flows_around, handed_back, is_next, is_over_rows, is_turn, is_within_turn, number_of_rows,
-    numbers_all_rows, source_of)
-from towers.static_values import static_value
+from towers.sharding.rules.turns import (IN_FRONT, READS, ends_loop, flows_around, handed_back, is_next, is_over_rows, is_turn,
+                                         is_within_turn, number_of_rows, numbers_all_rows, source_of)
 
 __all__ = ["check_state", "chosen_in_turn", "has_all_rows", "is_drawn_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number",
            "of_turns", "refuse_effects", "refuse_other_states", "refuse_rows", "state_of_turn"]
@@ -210,8 +209,8 @@ def refuse_other_states(plan, facts):
     """Raises `Refused` where a loop of control flow 1 hands to its next turn what is neither a sum nor a list of examples.
 
     Args:
-      plan: `towers.sharding.propagation.Plan`.
-      facts: `towers.sharding.propagation.Facts`, of a tower whose loops over the examples stay its own.
+      plan: `towers.sharding.plan.propagation.Plan`.
+      facts: `towers.sharding.plan.propagation.Facts`, of a tower whose loops over the examples stay its own.
     """
     loops = {control_flow_of(op) for op in plan.order if op.type in MERGES and is_over_rows(facts, op)}
     refuse_effects([op for op in plan.order if loops and not loops.isdisjoint(flows_around(op))], facts.bodies)

@@ -4,8 +4,8 @@ import dataclasses
 import numpy as np
 
 from towers.sharding.nodes import ShapeOf, Unfit
-from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, OneRow, Replicate, RowNumbers, Shard, Size,
-                                        moved, size_of)
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, OneRow, Replicate, RowNumbers, Shard, Size, moved,
+                                        size_of)
 from towers.sharding.rules.pointwise import along_rows, jointly_linear
 from towers.sharding.rules.reductions import axes_of_gradient
 from towers.sharding.rules.table import SUMS, rule

@@ -4,12 +4,11 @@ import operator
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.graph.static_values import static_value
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, Unfit
 from towers.sharding.placements import (COMPUTED, Additive, Blocks, Listed, Partial, PartialMean, Replicate, RowNumbers, Shard,
-                                        Size,
-                                        moved, size_of)
+                                        Size, moved, size_of)
 from towers.sharding.rules.table import ANY, SUMS, rule
-from towers.static_values import static_value
 
 __all__ = ["along_rows", "jointly_linear"]
 

@@ -9,14 +9,13 @@ from typing import FrozenSet, NamedTuple, Optional, Tuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.exchanges import stands_at_exchange
-from towers.graph_walk import MERGES, end_of
-from towers.private import forward_op_of
-from towers.sharding.placements import (Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard,
-                                        Size)
+from towers.graph.private import forward_op_of
+from towers.graph.static_values import static_value
+from towers.graph.walk import MERGES, end_of
+from towers.meeting.exchanges import stands_at_exchange
+from towers.sharding.placements import Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard, Size
 from towers.sharding.rules import movement, pointwise
 from towers.sharding.rules.table import RULES, SUMS
-from towers.static_values import static_value
 
 __all__ = ["Powers", "others_than_means"]
 
@@ -101,7 +100,7 @@ class Powers:
         """Returns the terms of tensors, a list of sets of `Term`.
 
         Args:
-          plan: `towers.sharding.propagation.Plan`.
+          plan: `towers.sharding.plan.propagation.Plan`.
           tensors: list of tensors of the plan.
           given: dict from (op, number of its output) to the terms of what a function takes.
         """

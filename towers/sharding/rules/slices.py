@@ -1,11 +1,11 @@
 """Rows that are taken by their place, and what is put back there: slices, and the gradient of slices."""
+from towers.graph.static_values import static_value
 from towers.sharding.nodes import ShapeOf, Unfit
 from towers.sharding.placements import Additive, Blocks, InTurn, OneRow, Replicate, RowNumbers, Shard, Size, moved, size_of
 from towers.sharding.rules.movement import in_blocks, is_of_size, kept
 from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
 from towers.sharding.rules.turns import takes_its_row
-from towers.static_values import static_value
 
 __all__ = ["takes_by_place"]
 

@@ -5,11 +5,11 @@ What such a loop is, and what its turns read and hand on; `towers.sharding.rules
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.graph_walk import LOOPS_BACK, MERGES, end_of
-from towers.private import condition_of, control_flow_of, is_loop, outer_control_flow
+from towers.graph.private import condition_of, control_flow_of, is_loop, outer_control_flow
+from towers.graph.static_values import static_value
+from towers.graph.walk import LOOPS_BACK, MERGES, end_of
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import BATCH, Additive, Listed, RowNumbers, Shard, Turn, size_of
-from towers.static_values import static_value
 
 __all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "flows_around", "handed_back", "is_list_of_rows",
            "is_next", "is_over_rows", "is_turn", "is_within_turn", "number_of_rows", "numbers_all_rows", "row_read", "source_of",
@@ -87,7 +87,7 @@ def counters_of_body(facts, node, test, turn):
     """Returns the inputs of a loop's bodies that count the turns of one over the tower's examples, a set of int.
 
     Args:
-      facts: `towers.sharding.propagation.Facts`.
+      facts: `towers.sharding.plan.propagation.Facts`.
       node: `Node` of the loop.
       test, turn: `towers.sharding.bodies.Body`, its condition and its body.
     """

@@ -1,0 +1,1 @@
+"""Kernels of one machine each: cuDNN, oneDNN, Eigen."""

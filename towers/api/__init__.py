@@ -1,0 +1,1 @@
+"""What users hand over and are told: kinds of arguments, annotations, the words of messages."""

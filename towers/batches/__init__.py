@@ -1,0 +1,1 @@
+"""How a batch is divided, and what each part counts."""

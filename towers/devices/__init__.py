@@ -1,0 +1,1 @@
+"""Where towers and variables stand, and what a graph has once for all towers."""

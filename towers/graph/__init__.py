@@ -1,0 +1,1 @@
+"""TensorFlow's graph: walks, order, copies, hooks on gradients, and the private calls, all in one file."""

@@ -1,0 +1,1 @@
+"""Carrying a plan out: conversions, where towers meet, and ops built anew."""

@@ -1,0 +1,1 @@
+"""What model functions write, and update ops: as one tower would."""

@@ -1,0 +1,1 @@
+"""From losses to a training step: gradients, what is done with them, many steps a call."""
