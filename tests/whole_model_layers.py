@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 
 import tf_syncbn
 import towers
-from tests.test_recurrent import Gru
+from tests.laws.test_recurrent import Gru
 from tests.whole_models import CHANNELS, CLASSES, INPUTS, SYNC, TIME, WORDS, is_converted
 
 

@@ -22,7 +22,7 @@ _BESIDES = (".png", ".svg", ".css")
 _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)]*)?\)")
 # A fence, an indented block, or code in a line that is not the text of a link.
 _CODE = re.compile(r"(^```.*?^```$|(?:^\n(?: {4}[^\n]*\n|\n)+)|(?<!\[)`[^`\n]+`(?!\]))", re.M | re.S)
-_MARKER = re.compile(r"^<!-- (?:lane|not run): .* -->\n", re.M)  # of tests/test_docs.py
+_MARKER = re.compile(r"^<!-- (?:lane|not run): .* -->\n", re.M)  # of tests/project/test_docs.py
 _SIGNATURE = re.compile(r"^- `[^\n]*\n\n(?=::: )", re.M)  # of docs/site/signatures.py
 
 

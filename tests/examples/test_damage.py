@@ -21,7 +21,7 @@ from examples.segmentation import predict
 from examples.segmentation import train as segmentation_train
 from tests.examples import damage
 from tests.examples.damage import COMPARE, SEGMENTATION, TRAIN
-from tests.test_checkpoints import contents
+from tests.checkpoints.test_checkpoints import contents
 from tf_syncbn.checkpoints import __main__ as checkpoints
 
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("damage")]  # they share trainings

@@ -14,7 +14,7 @@ from examples.training import comparison, folder
 from examples.training.report import read_json
 from tests.examples.test_compare import MADE
 from tests.examples.test_scenes import scene, write_png
-from tests.test_checkpoints import write
+from tests.checkpoints.test_checkpoints import write
 
 
 @pytest.fixture

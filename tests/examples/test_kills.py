@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 
 from tests.examples import programs_to_kill
 from tests.examples.programs_to_kill import STEPS_AN_EPOCH
-from tests.test_checkpoints import contents, write
+from tests.checkpoints.test_checkpoints import contents, write
 
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("kills")]
 KILLS = int(os.environ.get("HYPOTHESIS_CASES", 3))

@@ -1,4 +1,4 @@
-"""TensorFlow's private functions, each called here alone; `tests/test_canaries.py` watches every one.
+"""TensorFlow's private functions, each called here alone; `tests/graph/test_canaries.py` watches every one.
 
 What they do has no public way, or one that imports a hundred megabytes. Nothing of towers is known here.
 """
