@@ -241,6 +241,11 @@ def reductions(workers, folder):
     found["mean"] = workers.all_reduce(x, "mean")
     # Worker w's loss is (w + 1) (sum x)^2: its gradient by every x is 2 (w + 1) sum x.
     found["gradient"], = tf.gradients(mine * workers.all_reduce(x) ** 2, x)
+    for reduction in ("max", "min"):
+        found[reduction] = workers.all_reduce(tf.stack([x, 4 - x, 1.0]), reduction)
+        # Worker w's loss is (w + 1) y . y, and y's third number is the same in all workers.
+        found[reduction + " gradient"], = tf.gradients(
+            mine * workers.all_reduce(tf.stack([x, 4 - x, 0 * x + 1]), reduction) ** 2, x)
     found["second"], = tf.gradients(tf.gradients(workers.all_reduce(x) ** 3, x), x)
     fed = tf.placeholder(tf.float64, [None, None])
     of_fed = workers.all_reduce(fed)

@@ -87,6 +87,37 @@ def test_all_reduce_equals_numpy(reduction):
         np.testing.assert_allclose(outputs, expected, rtol=1e-14)
 
 
+@pytest.mark.parametrize("reduction,dtype", [("max", tf.float64), ("min", tf.float64), ("max", tf.int32)])
+def test_all_reduce_takes_the_largest_and_the_smallest(reduction, dtype):
+    values = np.array([[1, -2, 5, np.inf], [4, -2, 5, 0], [3, -1, 5, -1]])
+    values[0, 3] = np.inf if dtype.is_floating else 7
+    replicas = build(lambda x: towers.all_reduce(x[0], reduction), (tf.constant(values, dtype),), 3)
+    for outputs in run([tower.outputs for tower in replicas]):
+        np.testing.assert_array_equal(outputs, getattr(values, reduction)(0))
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_gradients_of_an_extreme_to_second_order_are_those_of_one_batch_ties_too(reduction):
+    values = np.array([[1., -2, 5], [4, -2, 5], [3, -1, 5]])
+    weights = tf.get_variable("w", [3], tf.float64, tf.ones_initializer())
+
+    def energy(y, extreme):
+        return tf.reduce_sum(tf.sin(y) * extreme ** 2)
+
+    def model(x):
+        y = x * weights
+        return energy(y, towers.all_reduce(y[0], reduction))
+
+    ours = sum(tower.loss for tower in build(model, (values,), 3))
+    y = values * weights
+    expected, results = energy(y, getattr(tf, "reduce_" + reduction)(y, 0)), []
+    for _ in range(2):
+        ours, expected = (tf.reduce_sum(tf.gradients(value, weights)[0] ** 2) for value in (ours, expected))
+        results.append((ours, expected))
+    for ours, expected in run(results):
+        np.testing.assert_allclose(ours, expected, rtol=1e-12)
+
+
 def test_all_reduce_of_integers_sums():
     replicas = build(lambda x: towers.all_reduce(tf.reduce_sum(x)), (tf.range(5),), 2)
     assert run(replicas[1].outputs) == 10
@@ -124,7 +155,7 @@ def test_all_reduce_and_all_gather_outside_of_towers_give_their_argument():
 
 
 @pytest.mark.parametrize("call,error,message", [
-    (lambda: towers.all_reduce(X, "max"), ValueError, "knows the reductions 'sum' and 'mean', not 'max'"),
+    (lambda: towers.all_reduce(X, "product"), ValueError, "knows the reductions 'sum', 'mean', 'max', 'min', not 'product'"),
     (lambda: towers.all_reduce([1, 2], "mean"), TypeError, "takes no mean of int32"),
     (lambda: towers.all_reduce([True]), TypeError, "takes no sum of bool"),
     (lambda: towers.all_gather(1.0), ValueError, "rank of 1 or more"),

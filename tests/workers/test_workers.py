@@ -149,6 +149,9 @@ def test_tensors_are_summed_over_three_workers_with_their_gradients(ran):
         assert found["mean"] == 2
         # Each worker's part of the derivative meets the others': of (1 + 2 + 3) s^2, and of three times s^3, by each x.
         assert found["gradient"] == 6 * 2 * 6 and found["second"] == 3 * 3 * 6 * 6
+        # The largest are the third worker's first and the first one's second number, and the smallest the other way round.
+        np.testing.assert_array_equal([found["max"], found["min"]], [[3, 3, 1], [1, 1, 1]])
+        assert (found["max gradient"], found["min gradient"]) == [(-36, 12), (0, 0), (36, -12)][rank]
         assert (found["of_fed"] == np.full([2, 3], 6)).all() and (found["of_other"] == np.full([3, 3], 6)).all()
         assert re.search(r"Placeholder:0 is of another shape in another worker, so they have no sum. Here its shape is.*%s"
                          % ("3 2" if rank == 2 else "2 3"), str(found["refused"]), re.DOTALL)

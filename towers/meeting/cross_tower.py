@@ -12,22 +12,23 @@ from towers.api.arguments import FLAG, TEXT, as_tensor, check, optional
 from towers.meeting.exchanges import gradient_place, meet_at, next_place, others_here, pass_with_gradient
 from towers.meeting.meetings import Across
 from towers.meeting.slices import as_dense
-from towers.meeting.sums import sum_in_order
+from towers.meeting.sums import EXTREMES, check_reduction, sum_in_order
 
 __all__ = ["Divisor", "all_gather", "all_reduce", "cross_tower_sum_at"]
 
 
 def all_reduce(tensor: TensorLike, reduction: str = "sum", name: Optional[str] = None) -> Tensor:
-    """Sums or averages a tensor over all towers; every tower gets the result.
+    """Sums or averages a tensor over all towers, or takes the largest or smallest; every tower gets the result.
 
-        sum_i x_i    or    sum_i x_i / N,    N towers
+        sum_i x_i    or    sum_i x_i / N    or    max_i x_i    or    min_i x_i,    N towers
 
     Towers meet here, forward, and again in each gradient. The mean counts every tower alike, whatever the sizes of
-    their batches: for the mean over examples of uneven towers, divide the sum of sums by the sum of counts.
+    their batches: for the mean over examples of uneven towers, divide the sum of sums by the sum of counts. The gradient of
+    the largest goes to the tower that has it, in equal parts where several do, as `tf.reduce_max` has it.
 
     Args:
       tensor: floating point or integer tensor, of the same shape and dtype in every tower.
-      reduction: "sum" or "mean"; "mean" takes floating point only.
+      reduction: "sum", "mean", "max" or "min"; "mean" takes floating point only.
       name: str, optional name scope.
 
     Returns:
@@ -42,8 +43,7 @@ def all_reduce(tensor: TensorLike, reduction: str = "sum", name: Optional[str] =
 
         mean = towers.all_reduce(tf.reduce_sum(x)) / towers.all_reduce(tf.cast(tf.size(x), x.dtype))
     """
-    if reduction not in ("sum", "mean"):
-        raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
+    check_reduction(reduction)
     check(optional(TEXT), name=name)
     tower = others_here("all_reduce")
     with tf.name_scope(name, "all_reduce"):
@@ -53,7 +53,10 @@ def all_reduce(tensor: TensorLike, reduction: str = "sum", name: Optional[str] =
                             % (reduction, tensor.dtype.name, tensor.name))
         if tower is None:
             return tensor
-        total = cross_tower_sum_at(next_place("all_reduce " + reduction, [tensor]), tensor)
+        place = next_place("all_reduce " + reduction, [tensor])
+        if reduction in EXTREMES:
+            return _extreme_at(place, tensor, EXTREMES[reduction])
+        total = cross_tower_sum_at(place, tensor)
         return total if reduction == "sum" else total / tf.cast(tower.num_towers, total.dtype)
 
 
@@ -166,6 +169,16 @@ def cross_tower_sum_at(place, tensor, group_size=None, unused=None, divisor=None
     return pass_with_gradient("TowersSum", [total, tensor], place, (group_size, divisor))[0]
 
 
+def _extreme_at(place, tensor, reduce):
+    def of_all(parts):
+        return [reduce(tf.stack(parts), 0)]
+
+    across = Across(lambda left: of_all([part for part, in left])[0], lambda parts: [reduce(parts, 0)])
+    extreme, = meet_at(place, [tensor], lambda left: [of_all([part for part, in left])] * len(left),
+                       [(tensor.dtype, tensor.shape)], across=across)
+    return pass_with_gradient("TowersExtreme", [extreme, tensor], place)[0]
+
+
 def _join(per_tower):
     parts = [part for part, in per_tower]
     offsets, end = [], tf.constant(0)
@@ -183,6 +196,15 @@ def _sum_gradient(op, dy, _):
     if divisor is not None and divisor.gives_share:
         dy, divisor = dy * divisor.own, divisor._replace(gives_share=False)
     return None, cross_tower_sum_at(place, dy, group_size, divisor=divisor)
+
+
+@tf.RegisterGradient("TowersExtreme")
+def _extreme_gradient(op, dy, _):
+    place, _ = gradient_place(op)
+    extreme, tensor = op.inputs
+    has_it = tf.cast(tf.equal(tensor, extreme), tensor.dtype)
+    total, number = tf.unstack(cross_tower_sum_at(place, tf.stack([as_dense(dy, extreme), has_it])))
+    return None, has_it / number * total
 
 
 @tf.RegisterGradient("TowersAllGather")

@@ -1,7 +1,16 @@
-"""Sums over towers in an order that never changes, so that the same towers give the same bits in every run."""
+"""Reductions over towers: sums in an order that never changes, so that the same towers give the same bits in every run."""
 import tensorflow.compat.v1 as tf
 
-__all__ = ["mean_in_order", "sum_in_order"]
+__all__ = ["EXTREMES", "check_reduction", "mean_in_order", "sum_in_order"]
+
+EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min}
+_REDUCTIONS = ("sum", "mean") + tuple(EXTREMES)
+
+
+def check_reduction(reduction):
+    """Raises `ValueError` for what is no reduction of `all_reduce`."""
+    if reduction not in _REDUCTIONS:
+        raise ValueError("all_reduce knows the reductions %s, not %r." % (", ".join(map(repr, _REDUCTIONS)), reduction))
 
 
 def sum_in_order(tensors):

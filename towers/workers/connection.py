@@ -12,10 +12,11 @@ from towers.api.annotations import (ClusterResolver, ConfigProto, GradsAndVars, 
                                     SessionRunHook, Tensor, TensorLike, Variable)
 from towers.api.arguments import OPTIMIZER, check
 from towers.devices.placement import session_config
+from towers.meeting.sums import EXTREMES, check_reduction
 from towers.workers.cluster import Cluster, find_cluster
 from towers.workers.collectives import Collectives
 from towers.workers.peers import Peers
-from towers.workers.plain import AveragingOptimizer, average_gradients, sum_with_gradient
+from towers.workers.plain import AveragingOptimizer, average_gradients, extreme_with_gradient, sum_with_gradient
 from towers.workers.sessions import Hook, WatchedSession, watched
 from towers.workers.variables import broadcast
 from towers.workers.watchdog import Watchdog, probe
@@ -159,27 +160,29 @@ class Workers:
         return Hook(self, self._watchdog)
 
     def all_reduce(self, tensor: TensorLike, reduction: str = "sum", name: Optional[str] = None) -> Tensor:
-        """Sums or averages a tensor over workers, in a graph without towers; within towers `towers.all_reduce` does.
+        """Sums or averages a tensor over workers, or takes the largest or smallest; within towers `towers.all_reduce` does.
 
-        The gradient of a sum is the sum over workers of what reaches it in each.
+        The gradient of a sum is the sum over workers of what reaches it in each; that of the largest goes to the workers that
+        have it, in equal parts.
 
         Args:
           tensor: numeric tensor, of the same shape and dtype in every worker, and in every worker run together.
-          reduction: "sum" or "mean"; "mean" takes floating point only.
+          reduction: "sum", "mean", "max" or "min"; "mean" takes floating point only.
           name: str, optional name scope.
 
         Raises:
           ValueError: for another reduction.
           TypeError: for a tensor of no numbers, or the mean of integers.
         """
-        if reduction not in ("sum", "mean"):
-            raise ValueError("all_reduce knows the reductions 'sum' and 'mean', not %r." % (reduction,))
+        check_reduction(reduction)
         with tf.name_scope(name, "all_reduce"):
             tensor = tf.convert_to_tensor(tensor)
             if reduction == "mean" and not tensor.dtype.is_floating:
                 raise TypeError("all_reduce takes no mean of %s tensors (%r): cast it first." % (tensor.dtype.name, tensor.name))
             if self.size == 1:
                 return tf.identity(tensor)
+            if reduction in EXTREMES:
+                return extreme_with_gradient(self, tensor, EXTREMES[reduction], name)
             total = sum_with_gradient(self, tensor, name)
             return total if reduction == "sum" else total / self.size
 

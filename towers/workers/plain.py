@@ -8,15 +8,12 @@ from towers.meeting.turns import without_numbers
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start
 
-__all__ = ["AveragingOptimizer", "average_gradients", "sum_with_gradient"]
+__all__ = ["AveragingOptimizer", "average_gradients", "extreme_with_gradient", "sum_with_gradient"]
 
 
 def sum_with_gradient(workers, tensor, name):
     """Returns the sum of a tensor over workers, whose gradient is the sum over workers of what reaches it in each."""
-    collectives = workers.collectives
-    turn = collectives.next_of_graph("all_reduce")
-    purpose = ("all_reduce", turn, without_numbers(tf.get_default_graph().get_name_scope()))
-    total = collectives.sum(tensor, purpose, name)
+    total = workers.collectives.sum(tensor, _purpose(workers), name)
     if not tensor.dtype.is_floating:
         return total
     return with_gradient("TowersWorkersSum", lambda: tf.identity_n([tf.stop_gradient(total), tensor]), "IdentityN",
@@ -27,6 +24,29 @@ def sum_with_gradient(workers, tensor, name):
 def _sum_gradient(op, dy, _):
     workers, name = detail_of(op)
     return None, sum_with_gradient(workers, tf.convert_to_tensor(dy), name)
+
+
+def extreme_with_gradient(workers, tensor, reduce, name):
+    """Returns the largest or smallest of a tensor over workers, whose gradient goes to those that have it, in equal parts."""
+    extreme = reduce(workers.collectives.join(tensor, _purpose(workers)), 0)
+    if not tensor.dtype.is_floating:
+        return extreme
+    return with_gradient("TowersWorkersExtreme", lambda: tf.identity_n([tf.stop_gradient(extreme), tensor]), "IdentityN",
+                         (workers, name))[0]
+
+
+@tf.RegisterGradient("TowersWorkersExtreme")
+def _extreme_gradient(op, dy, _):
+    workers, name = detail_of(op)
+    extreme, tensor = op.inputs
+    has_it = tf.cast(tf.equal(tensor, extreme), tensor.dtype)
+    total, number = tf.unstack(sum_with_gradient(workers, tf.stack([tf.convert_to_tensor(dy), has_it]), name))
+    return None, has_it / number * total
+
+
+def _purpose(workers):
+    turn = workers.collectives.next_of_graph("all_reduce")
+    return "all_reduce", turn, without_numbers(tf.get_default_graph().get_name_scope())
 
 
 def average_gradients(workers, grads_and_vars, weight=None):
