@@ -35,6 +35,7 @@ def largest(per_tower: List[List[Any]]) -> Sequence[Sequence[Any]]:
 def train(batch: Any) -> None:
     towers.exchange([np.ones(3)], largest, [(tf.float32, [])])
     towers.TowerBuilder("/cpu:0", num_towers="two")  # type: ignore[arg-type]
+    towers.TowerBuilder(["/gpu:0"]).session_config(tf.ConfigProto())
     builder = towers.TowerBuilder(["/gpu:0", "/gpu:1"], variable_placement=lambda op: "/gpu:0", workers=towers.workers.connect())
     assert_type(builder.devices, List[str])
     replicas = builder.build(tf_syncbn.convert_model(model_fn, only="block1/"), batch, training=True)

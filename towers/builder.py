@@ -10,16 +10,16 @@ from typing import Any, List, Optional, Sequence, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.api.annotations import ModelFn, Tensor, VariablePlacement
+from towers.api.annotations import ConfigProto, ModelFn, Tensor, VariablePlacement
 from towers.api.arguments import DEVICE, FLAG, FUNCTION, check, optional
 from towers.batches.batch import PerTower, check_batch, known_sizes, split_batch
 from towers.batches.empty_batches import survive_empty_batches
 from towers.batches.input import is_input, next_batches
-from towers.batches.shares import checked_loss, count, scalar_loss, shares
+from towers.batches.shares import by_name, checked_loss, count, scalar_loss, shares
 from towers.context import TowerContext, current_tower, enter_tower
 from towers.devices.graph_collections import TowerCollections
 from towers.devices.placement import (HOST, check_device, check_devices, find_devices, in_turn, name_the_cure, on_machine_of,
-                                      warn_of_absent_devices)
+                                      session_config, warn_of_absent_devices)
 from towers.devices.sharing import VariableSharing
 from towers.devices.variable_copies import read_once
 from towers.devices.variable_placement import TowerDevices, placement_of, warn_of_other_devices
@@ -69,7 +69,7 @@ class TowerBuilder:
       TowersWarning: if `devices` is None and there is no GPU, or if it names GPUs that this machine lacks, which TensorFlow would
         replace by the CPU in silence. Devices of a job or task are not looked for.
 
-    Every Session of the graph has to be made by `towers.session_config(builder.devices)`: another one lacks the devices that
+    Every Session of the graph has to be made by `builder.session_config()`: another one lacks the devices that
     CPU towers stand on, and TensorFlow's error ("Cannot assign a device for operation") then names an op called
     `make_the_Session_by_towers.session_config`, which the build adds for this.
 
@@ -91,6 +91,17 @@ class TowerBuilder:
         warn_of_absent_devices(devices, self.devices + [self.aggregation_device])
         self.workers: Optional[Workers] = _check_workers(workers)
 
+    def session_config(self, config: Optional[ConfigProto] = None) -> ConfigProto:
+        """Returns the `ConfigProto` of sessions in which the towers run: `towers.session_config(builder.devices, config)`.
+
+        With several workers it is that of this worker's sessions too, see `Workers.session_config`.
+
+        Args:
+          config: optional `tf.ConfigProto` to start from; it is copied, not changed.
+        """
+        result = session_config(self.devices, config)
+        return result if self.workers is None else self.workers.session_config(result)
+
     def build(self, model_fn: ModelFn, batch: Any, training: Union[bool, Tensor] = True, alike: bool = True) -> Towers:
         """Builds one tower for each device.
 
@@ -105,10 +116,10 @@ class TowerBuilder:
             argument. It returns
 
             - its scalar loss, a mean over its examples;
-            - or a dict with a "loss" and anything else. A "weight" in it, a scalar, replaces the number of examples as the
-              tower's share: the number of valid pixels, say. It is finite and 0 or more, else its tower is named, now or when
-              it runs. Where it is 0 in a tower that has examples, the loss has to be finite (`tf.div_no_nan`): the derivative
-              of 0 / 0 is NaN, and would reach every tower that this one meets. That fails by the tower's name too;
+            - or a dict or NamedTuple with a "loss" and anything else. A "weight" in it, a scalar, replaces the number of examples
+              as the tower's share: the number of valid pixels, say. It is finite and 0 or more, else its tower is named, now or
+              when it runs. Where it is 0 in a tower that has examples, the loss has to be finite (`tf.div_no_nan`): the
+              derivative of 0 / 0 is NaN, and would reach every tower that this one meets. That fails by the tower's name too;
             - or any structure of tensors, if there is nothing to train.
           batch: a nested structure of tensors or arrays, split along axis 0, scalars given to all, sparse and ragged tensors by
             their rows; or a `tf.data` data set or iterator of such batches, see `towers.batches.input`; or `towers.PerTower`; or
@@ -297,8 +308,8 @@ def _is_raised_here(error):
 
 
 def _loss_of(outputs, index):
-    if isinstance(outputs, dict) and "loss" in outputs:
-        return scalar_loss(outputs["loss"], index)
+    if "loss" in by_name(outputs):
+        return scalar_loss(by_name(outputs)["loss"], index)
     is_loss = tf.is_tensor(outputs) and outputs.dtype.is_floating and outputs.shape.rank == 0
     return outputs if is_loss else None
 

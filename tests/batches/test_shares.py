@@ -1,4 +1,6 @@
 """Shares of the global batch: what a tower may count, and what fails by name where it would be a silent wrong number."""
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -16,6 +18,30 @@ SGD = tf.train.GradientDescentOptimizer
 def weighted(x, weight):
     """The mean of w * x, weighted by what the batch says."""
     return {"loss": tf.reduce_mean(x * tf.get_variable("w", [3], initializer=tf.ones_initializer())), "weight": weight}
+
+
+class Returned(NamedTuple):
+    """What a model function returns by name."""
+    loss: Any
+    weight: Any = None
+    logits: Any = None
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("wrapped", [lambda model_fn: model_fn, towers.whole_batch])
+def test_a_named_tuple_is_taken_as_a_dict_is(wrapped, is_weighted):
+    x = X.astype(np.float64)
+
+    def model_fn(x):
+        w = tf.get_variable("w", [3], tf.float64, tf.ones_initializer())
+        if not is_weighted:
+            return Returned(tf.reduce_mean(tf.square(x * w)), logits=x)
+        mask = tf.cast(x[:, 0] > 0, x.dtype)
+        return Returned(tf.div_no_nan(tf.reduce_sum(tf.square(x * w) * mask[:, None]), tf.reduce_sum(mask)), tf.reduce_sum(mask))
+
+    assert_equals_one_batch(wrapped(model_fn), (x,), 3, sizes=[5, 1, 4], steps=2)
+    merged = build(wrapped(model_fn), (x,), 2).merged()
+    assert isinstance(merged, Returned) and (merged.logits is None) == is_weighted
 
 
 def fed(count, dtype=tf.float32):

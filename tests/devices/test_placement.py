@@ -1,6 +1,7 @@
 """Devices: found, given, refused; and the session that makes them exist."""
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -141,6 +142,14 @@ def test_op_that_names_the_cure_stands_alone_wherever_towers_are_built(surroundi
     found = [op for op in graph.get_operations() if "session_config" in op.name]
     assert all(op.name.startswith("make_the_Session") and not op.control_inputs for op in found)
     assert run(total) == 3
+
+
+def test_a_builders_sessions_have_its_devices_and_those_of_its_worker():
+    base = tf.ConfigProto(inter_op_parallelism_threads=3)
+    assert towers.TowerBuilder(cpus(3)).session_config(base) == towers.session_config(cpus(3), base)
+    workers = mock.Mock(size=2, session_config=lambda config: (config, "of the worker"))
+    found, words = towers.TowerBuilder(cpus(2), workers=workers).session_config()
+    assert found == towers.session_config(cpus(2)) and words == "of the worker"
 
 
 def test_session_config_makes_the_cpu_devices_exist_and_keeps_what_it_was_given():

@@ -21,6 +21,11 @@ def average(tower_grads):
     return towers.average_gradients(build(tf.reduce_mean, (tf.ones([len(tower_grads), 1]),), len(tower_grads)), tower_grads)
 
 
+def test_a_step_has_the_name_that_is_asked_for():
+    replicas = build(lambda x: tf.reduce_mean(x * tf.get_variable("w", [3])), (tf.ones([4, 3]),), 2)
+    assert towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), name="train").name == "train"
+
+
 def test_gradient_that_is_none_in_every_tower_is_left_out():
     def model(x):
         variable("unused")

@@ -13,7 +13,14 @@ from towers.devices.placement import HOST
 from towers.meeting.sums import sum_in_order
 from towers.meeting.turns import TowerMismatchError
 
-__all__ = ["checked_loss", "count", "scalar_loss", "shares", "weighted_sum"]
+__all__ = ["by_name", "checked_loss", "count", "scalar_loss", "shares", "weighted_sum"]
+
+
+def by_name(outputs):
+    """Returns what a model function returned by name: a dict's items, a NamedTuple's fields that are not None, or nothing."""
+    if hasattr(outputs, "_asdict"):
+        return {name: value for name, value in outputs._asdict().items() if value is not None}
+    return outputs if isinstance(outputs, dict) else {}
 
 
 def count(outputs, batch, context):
@@ -33,8 +40,8 @@ def count(outputs, batch, context):
       ValueError: for one that is no scalar, and for what would fail when it is run but is known now.
     """
     with tf.name_scope(context.name_scope):
-        if isinstance(outputs, dict) and "weight" in outputs:
-            return tf.stop_gradient(_checked(tf.convert_to_tensor(outputs["weight"]), context))
+        if "weight" in by_name(outputs):
+            return tf.stop_gradient(_checked(tf.convert_to_tensor(by_name(outputs)["weight"]), context))
         return count_examples(batch, context)
 
 
@@ -109,7 +116,7 @@ def checked_loss(loss, weight, outputs, context):
     hands nothing on.
     """
     known = tf.get_static_value(weight) if tf.is_tensor(weight) else weight
-    if isinstance(outputs, dict) and "weight" in outputs and (known is None or not known):
+    if "weight" in by_name(outputs) and (known is None or not known):
         leaves = [leaf for leaf in tf.nest.flatten(context.batch) if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
         with tf.name_scope(context.name_scope + "weighted_loss/"), tf.device(HOST):
             is_empty = tf.reduce_any([tf.equal(tf.shape(leaf)[0], 0) for leaf in leaves] or [False])

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.api.wording import TowersWarning, some_of
+from towers.batches.shares import by_name
 from towers.graph.gradient_hook import detail_of
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
@@ -91,7 +92,7 @@ class _Question:
             is_said = not (self._is_divided and isinstance(error, TakenByPlace))
             return [str(error).partition(": ")[2].partition(". ")[0].replace(context.name_scope, "")] if is_said else []
         self._placements = dict(self._plan.placements)
-        weight = self._tower.outputs.get("weight") if isinstance(self._tower.outputs, dict) else None
+        weight = by_name(self._tower.outputs).get("weight")
         self._of_weight = self._leaves_of(weight.op) if isinstance(weight, tf.Tensor) else None
         self._averaged = self._moving_averages()
         self._look_at(self._plan, "")

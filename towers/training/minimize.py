@@ -4,7 +4,7 @@ from typing import Callable, Optional, Sequence, Union
 import tensorflow.compat.v1 as tf
 
 from towers.api.annotations import Operation, Optimizer, Tensor, Transforms, UpdateOps, Variable
-from towers.api.arguments import FLAG, OPTIMIZER, STEP, check, optional
+from towers.api.arguments import FLAG, OPTIMIZER, STEP, TEXT, check, optional
 from towers.devices.variable_placement import warn_of_stale_reads
 from towers.replicas import TOWERS, Tower, Towers
 from towers.state.update_ops import chosen_update_ops
@@ -16,7 +16,8 @@ __all__ = ["minimize"]
 
 def minimize(replicas: Towers, optimizer: Optimizer, *, update_ops: UpdateOps = "first",
              transforms: Transforms = (), global_step: Optional[Variable] = None, var_list: Optional[Sequence[Variable]] = None,
-             loss: Union[str, Callable[[Tower], Tensor], Sequence[Tensor], None] = None, pack: bool = False) -> Operation:
+             loss: Union[str, Callable[[Tower], Tensor], Sequence[Tensor], None] = None, pack: bool = False,
+             name: Optional[str] = None) -> Operation:
     """Builds the op of one training step on all towers.
 
     It computes each tower's gradients, runs the chosen update ops, averages the gradients on the aggregation device,
@@ -36,6 +37,7 @@ def minimize(replicas: Towers, optimizer: Optimizer, *, update_ops: UpdateOps = 
         scalar. None is what it returned as its loss. A step of one loss runs the update ops that its own call chose, and
         computes nothing that the others alone need.
       pack: see `average_gradients`.
+      name: str, optional name of the operation.
 
     Returns:
       An operation.
@@ -55,6 +57,7 @@ def minimize(replicas: Towers, optimizer: Optimizer, *, update_ops: UpdateOps = 
     check(OPTIMIZER, optimizer=optimizer)
     check(optional(STEP), global_step=global_step)
     check(FLAG, pack=pack)
+    check(optional(TEXT), name=name)
     check_transforms(transforms)
     losses = None if loss is None else losses_of(replicas, loss)  # once: a function may build ops
     updates = chosen_update_ops(replicas, update_ops)
@@ -69,4 +72,5 @@ def minimize(replicas: Towers, optimizer: Optimizer, *, update_ops: UpdateOps = 
         with tf.name_scope(scope + "/" if scope else None):
             return optimizer.apply_gradients(grads, global_step=global_step)
 
-    return finish(grads, apply)
+    step = finish(grads, apply)
+    return step if name is None else tf.group(step, name=name)

@@ -1,6 +1,7 @@
 """What the towers of a whole-batch model hand out: losses that are averaged by the towers' shares, and placements of all else."""
 import tensorflow.compat.v1 as tf
 
+from towers.batches.shares import by_name
 from towers.context import may_differ
 from towers.graph.walk import end_of
 from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated
@@ -19,15 +20,16 @@ class Outputs:
     def of(self, outputs):
         """Returns the model function's outputs."""
         graph = tf.get_default_graph()
-        is_weighted = isinstance(outputs, dict) and "weight" in outputs
+        is_weighted = "weight" in by_name(outputs)
         found = tf.nest.map_structure(lambda leaf: self._leaf(leaf) if isinstance(
             leaf, tf.Tensor) and leaf.graph is graph else leaf, outputs, expand_composites=True)
         if is_weighted:
             if self._tower.is_first:
                 tf.logging.warning("towers.whole_batch: the model function returns a \"weight\", which is not needed and not "
                                    "looked at: its loss is that of the whole batch as it stands.")
-            found = dict(found, weight=self._weight())
-            self._tower.placements[end_of(found["weight"])] = Partial() if self._batch.like is not None else Replicate()
+            weight = self._weight()
+            found = found._replace(weight=weight) if hasattr(found, "_replace") else dict(found, weight=weight)
+            self._tower.placements[end_of(weight)] = Partial() if self._batch.like is not None else Replicate()
         return found
 
     def _weight(self):
