@@ -11,7 +11,8 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from benchmarks import (
-    conversion, gpu, graph, law, layer, long_run, memory, networks, pictures, pipeline, repeat, report, variants, workers)
+    conversion, gpu, graph, law, layer, long_run, memory, networks, pictures, pipeline, repeat, report, variants, why,
+    workers)
 from benchmarks.__main__ import BENCHMARKS as benchmarks
 from benchmarks.interleave import geometric_mean, paired_ratio, take_turns
 from benchmarks.saved import tensors_saved_for_backward
@@ -181,6 +182,19 @@ def test_bytes_that_workers_send_are_those_of_their_collectives(tmp_path, capsys
     for name in ("synced", "unsynced"):
         assert row["bytes"][name]["formula"] == pytest.approx(row["bytes"][name]["graph"])
     assert row["bytes"]["synced"]["graph"] > row["bytes"]["unsynced"]["graph"] > 4 / 3 * 4 * 634
+
+
+def test_the_picture_of_why_has_a_line_and_the_mean_accuracy_of_each_kind(tmp_path, monkeypatch):
+    runs = [{"kind": kind, "test_accuracy": 0.25 * number + 0.01 * seed, "curve": [[10, 3.0], [20, 2.0 - number]]}
+            for number, kind in enumerate(("unsynced", "one", "synced", "unsynced-all")) for seed in (1, 3)]
+    settings = {"model": "A net", "batch_size": 12, "images_a_tower": 3, "steps": 20}
+    (tmp_path / "compare.json").write_text(json.dumps({"settings": settings, "runs": runs}))
+    drawn = []
+    monkeypatch.setattr(why.plt, "close", lambda figure: figure == "all" or drawn.extend(
+        text.get_text() for text in figure.axes[0].texts))
+    why.main(["--comparison", str(tmp_path / "compare.json"), "--out", str(tmp_path / "why.svg")])
+    assert drawn == ["4 towers of 3, unsynced: 2.0 %", "one tower of 12: 27.0 %", "4 towers of 3, synced: 52.0 %"]
+    assert (tmp_path / "why.svg").read_text().startswith("<?xml")
 
 
 def test_differences_of_the_law_are_the_largest_of_each_kind():
