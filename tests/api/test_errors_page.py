@@ -1,6 +1,6 @@
 """docs/errors.md quotes the library's messages as they are, and names every error class.
 
-An entry of the page begins with pieces of messages, in code: - `a piece`, `another one`: what to do.
+A row of a table begins with pieces of messages, in code: | `a piece`, `another one` (w) | cause | mend |
 """
 import ast
 import re
@@ -14,8 +14,9 @@ import towers.testing
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-_ENTRY = re.compile(r"^ *- (`[^`]+`(?:,\s+`[^`]+`)*)", re.M)
-PIECES = [re.sub(r"\s+", " ", piece) for entry in _ENTRY.findall(PAGE) for piece in re.findall(r"`([^`]+)`", entry)]
+_TABLES = re.split(r"^\| (?:message|line) \|.*\n", PAGE, flags=re.M)[1:]
+PIECES = [piece for table in _TABLES for row in re.findall(r"^\| ([^|]*) \|", table.partition("\n\n")[0], re.M)
+          for piece in re.findall(r"`([^`]+)`", row)]
 
 
 def messages_of(path):
