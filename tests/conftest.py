@@ -33,12 +33,10 @@ tf.logging.set_verbosity(tf.logging.ERROR)
 
 # What reads files alone, is no part of the library, looks at how a model is written, or runs in processes that choose a behaviour
 # themselves, is tested once.
-collect_ignore = [
-    "test_benchmarks.py", "test_cluster.py", "test_conversion_forms.py", "test_errors_page.py", "test_inlined.py",
-    "test_keras3.py", "test_launch.py", "test_mixed_losses.py", "test_number_powers.py", "test_one_client.py",
-    "test_packages.py", "test_plain_scripts.py", "test_positions.py", "test_regrouping.py", "test_sharding_rules.py",
-    "test_site.py", "test_summed_losses.py", "test_whole_batch_forms.py", "test_whole_checkpoints.py",
-    "test_worker_failures.py"] if BEHAVIOUR == "graph" else []
+_ONCE = ("benchmarks", "cluster", "conversion_forms", "errors_page", "inlined", "keras3", "launch", "mixed_losses", "number_powers",
+         "one_client", "packages", "plain_scripts", "positions", "regrouping", "sharding_rules", "site", "summed_losses",
+         "whole_batch_forms", "whole_checkpoints", "worker_failures")
+collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
 # Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
 hypothesis.settings.register_profile(
