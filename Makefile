@@ -16,8 +16,8 @@ SEGMENTATION_DIR ?= runs/generated-segmentation
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-graph test-sweeps test-all lint types \
-	package clean
+.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-laws test-graph test-sweeps test-all lint \
+	types package clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
@@ -50,8 +50,13 @@ docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 	@echo "To read it: $(RUN) -m http.server --directory build/docs"
 
+# Every test, of its cases the first.
 test: $(VENV)/ready
-	$(RUN) -m pytest $(IN_PROCESSES)
+	$(RUN) -m pytest $(IN_PROCESSES) -m "not laws and not sweep"
+
+# All that this leaves out: the other cases, and long trainings.
+test-laws: $(VENV)/ready
+	$(RUN) -m pytest $(IN_PROCESSES) -m "laws and not sweep"
 
 # The library once more under TensorFlow 2's resource variables and control flow.
 test-graph: $(VENV)/ready

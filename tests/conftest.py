@@ -33,9 +33,9 @@ tf.logging.set_verbosity(tf.logging.ERROR)
 
 # What reads files alone, is no part of the library, looks at how a model is written, or runs in processes that choose a behaviour
 # themselves, is tested once.
-_ONCE = ("benchmarks", "cluster", "conversion_forms", "errors_page", "inlined", "keras3", "launch", "mixed_losses", "number_powers",
-         "one_client", "packages", "plain_scripts", "positions", "regrouping", "sharding_rules", "site", "summed_losses",
-         "whole_batch_forms", "whole_checkpoints", "worker_failures")
+_ONCE = ("benchmarks", "cluster", "conversion_forms", "errors_page", "inlined", "keras3", "launch", "mixed_losses",
+         "number_powers", "one_client", "packages", "plain_scripts", "positions", "regrouping", "sharding_rules", "site",
+         "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
 collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
 # Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
@@ -45,8 +45,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("towers")
 
 
+@pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Lets groups of tests that run in one process begin first: at the end the other process would wait."""
+    """Marks all cases of a test but its first as left to `make test-laws`.
+
+    Groups of tests that run in one process begin first: at the end the other process would wait.
+    """
+    tests = set()
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("sweep") is None:
+            if (item.parent, item.originalname) in tests:
+                item.add_marker(pytest.mark.laws)
+            tests.add((item.parent, item.originalname))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

@@ -10,6 +10,7 @@ import towers
 from tests.support import build, cpus, run, session, set_variables
 from tests.sweeps import covering
 from towers.graph.private import runs_onednn
+from towers.testing import assert_equals_one_batch
 
 X = np.random.RandomState(0).randn(3, 6, 6, 2).astype(np.float32)
 SGD = tf.train.GradientDescentOptimizer
@@ -101,6 +102,15 @@ def test_a_kernel_that_makes_something_of_a_batch_known_to_be_empty_is_refused()
     batch = towers.PerTower([tf.placeholder_with_default(x, [None, 6, 6, 2]) for x in batch.batches])
     with tf.variable_scope("unknown"):
         assert np.isfinite(run(build(model_of(LAYERS["depthwise"]), batch).loss))
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 7], [0, 3, 7]])
+def test_a_tower_that_is_known_to_be_empty_is_like_the_others_where_the_model_does_not_know_sizes(sizes):
+    def model_fn(x):
+        kernel = tf.get_variable("kernel", [3, 3, 3, 4], tf.float64, tf.random_normal_initializer(seed=1))
+        return tf.reduce_mean(tf.nn.conv2d(tf.placeholder_with_default(x, [None, 4, 4, 3]), kernel, [1, 1, 1, 1], "SAME") ** 2)
+
+    assert_equals_one_batch(model_fn, (np.random.RandomState(0).randn(10, 4, 4, 3),), 3, sizes=sizes)
 
 
 def test_batches_of_known_size_and_one_tower_pay_nothing():

@@ -10,8 +10,8 @@ from tensorflow.python.ops import control_flow_util_v2
 from benchmarks.record import session_runs_onednn
 from tests.support import run
 from towers.graph.gradient_hook import with_gradient
-from towers.graph.private import (branches_of, called_graph, chosen_by, condition_of, control_flow_now, control_flow_of,
-                                  forward_op_of, is_deterministic, is_differentiable, is_recorded, not_recorded,
+from towers.graph.private import (branches_of, called_graph, choose_by, chooses_by, chosen_by, condition_of, control_flow_now,
+                                  control_flow_of, forward_op_of, is_deterministic, is_differentiable, is_recorded, not_recorded,
                                   outer_control_flow, rewire, run_after, runs_onednn, set_shape_attribute, take_in,
                                   taken_from_outside, wait_only_for, waiting_for, waits_for_branch_alone, within_control_flow,
                                   without_intermediates)
@@ -154,6 +154,29 @@ def test_the_branch_of_a_cond_and_its_predicate_are_known():
     assert [[number for _, number in branches] for branches in found] == [[1], [0]]
     assert all(of_branch is predicate or of_branch.op.inputs[0] is predicate for (of_branch, _), in found)
     assert [[number for _, number in branches_of(tensor.op)] for tensor in made[1]] == [[1, 1], [0, 1], [1, 0], [0, 0]]
+
+
+@pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")
+def test_what_is_made_in_a_branch_and_its_gradient_choose_by_the_predicate_that_they_are_told():
+    x, made = tf.constant(3.0), []
+
+    def branch():
+        made.append(tf.square(x))
+        return made[0]
+
+    y = tf.cond(tf.placeholder_with_default(False, []), branch, lambda: x)
+    flow, switches = control_flow_of(made[0].op), [op for op in y.graph.get_operations() if op.type == "Switch"]
+    chosen = tf.placeholder_with_default(True, [])
+    assert all(chooses_by(flow, switch) for switch in switches) and len(switches) > 1
+    for switch in switches:
+        rewire(switch, 1, chosen)
+        flows = {control_flow_of(op) for op in y.graph.get_operations()} - {None}
+        for flow in flows:
+            choose_by(flow, chosen)
+    with within_control_flow(control_flow_of(made[0].op)):
+        again = tf.identity(x + 1)
+    assert again.op.inputs[0].op.inputs[0].op.inputs[1] is chosen
+    assert run([y, tf.gradients(y, x)[0]]) == [9, 6]
 
 
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="control flow 2 has no contexts")

@@ -3,6 +3,8 @@
 What has to meet in a branch meets before it. TensorFlow 2's branches are functions, before which nothing can be computed that
 they compute; there a batch norm in a branch may be refused.
 """
+import warnings
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -103,6 +105,45 @@ def test_a_branch_by_what_the_whole_batch_comes_to_is_the_same_in_all_towers():
 
     for shift in (0, 2):  # either branch
         assert_equals_one_batch(towers.whole_batch(model_fn), (X - shift,), num_towers=2, sizes=[2, 5])
+
+
+def rows(x, sized):
+    """The examples' features, of a number that the model does not know; of chosen examples if not `sized`."""
+    y = tf.placeholder_with_default(tf.cast(tf.reduce_mean(x, [1, 2]), tf.float64), [None, 3])
+    y = tf.tanh(y * tf.get_variable("scale", [3], tf.float64, tf.constant_initializer([1.3, 0.2, -2])))
+    return y if sized else tf.boolean_mask(y, y[:, 0] > -0.1)
+
+
+def nested(y):
+    return tf.cond(tf.shape(y)[0] > 1, lambda: tf.cond(tf.size(y) > 3, lambda: tf.reduce_mean(y ** 2), lambda: tf.reduce_sum(y)),
+                   lambda: tf.reduce_mean(y))
+
+
+BY_SIZE = {
+    "by how many they are": lambda y: tf.cond(tf.shape(y)[0] > 4, lambda: tf.reduce_mean(y ** 2), lambda: tf.reduce_mean(y)),
+    "by whether there are any": lambda y: tf.cond(
+        tf.equal(tf.shape(y)[0], 0), lambda: 0.0 * tf.reduce_sum(y), lambda: tf.reduce_mean(tf.nn.top_k(y, 2)[0] ** 2)),
+    "of a constant": lambda y: tf.cond(tf.size(y) > 0, lambda: tf.reduce_mean(tf.exp(y)), lambda: tf.constant(0.0, tf.float64)),
+    "by one of them": lambda y: tf.cond(y[0, 1] > -5, lambda: tf.reduce_mean(y ** 2), lambda: tf.reduce_mean(y)),
+    "a branch within another one": nested}
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 4], [3, 0, 4]])
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("name", sorted(BY_SIZE))
+def test_a_branch_by_the_number_of_examples_is_that_of_the_whole_batch(name, sized, sizes):
+    """Control flow 1 asks the branch, not its Switch ops, by what the gradient chooses."""
+    assert_equals_one_batch(towers.whole_batch(lambda x: BY_SIZE[name](rows(x, sized))), (X,), 3, sizes=sizes, steps=2)
+
+
+@pytest.mark.parametrize("name,is_said", [("by how many they are", True), ("by whether there are any", False)])
+def test_plain_towers_that_choose_by_the_number_of_their_examples_are_told(name, is_said):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replicas = build(lambda x: BY_SIZE[name](rows(x, True)), (X,), 3)
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+    said = ["chooses by the number of the tower's own examples" in str(each.message) for each in caught]
+    assert any(said) == is_said
 
 
 @pytest.mark.skipif(GRAPH, reason="a branch is a function there")

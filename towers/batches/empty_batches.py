@@ -26,7 +26,8 @@ def survive_empty_batches(outputs, batch, context, ops):
       ValueError: where the batch is known to be empty, and goes into an op that makes something of none.
     """
     leaves = tensors_of(batch)
-    may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and not _size(leaf) for leaf in leaves)
+    may_be_empty = any(leaf.shape.rank is None or leaf.shape.rank and (  # in this tower, or in one that has to be like it
+        not _size(leaf) or 0 in (context.sizes_of(leaf) or ())) for leaf in leaves)
     if context.num_towers == 1 or not may_be_empty:
         return outputs
     tell_shapes(ops)

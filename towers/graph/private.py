@@ -14,12 +14,12 @@ try:
 except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
-__all__ = ["branches_of", "called_graph", "captured", "chosen_by", "condition_of", "control_flow_now", "control_flow_of",
-           "counting_scopes_from", "differentiate_op", "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop",
-           "is_recorded", "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow",
-           "record_for_tapes", "rewire", "run_after", "runs_onednn", "scope_counts", "set_shape_attribute", "take_in",
-           "take_into_flow", "taken_from_outside", "wait_only_for", "waiting_for", "waits_for_branch_alone",
-           "within_control_flow", "without_intermediates"]
+__all__ = ["branches_of", "called_graph", "captured", "choose_by", "chooses_by", "chosen_by", "condition_of",
+           "control_flow_now", "control_flow_of", "counting_scopes_from", "differentiate_op", "forward_op_of",
+           "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded", "new_function_graph", "not_recorded",
+           "outer_control_flow", "position_of", "put_in_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn",
+           "scope_counts", "set_shape_attribute", "take_in", "take_into_flow", "taken_from_outside", "wait_only_for",
+           "waiting_for", "waits_for_branch_alone", "within_control_flow", "without_intermediates"]
 
 
 def control_flow_now(graph):
@@ -79,6 +79,16 @@ def chosen_by(merge):
         return None
     flows = [control_flow_of(tensor.op) for tensor in merge.inputs]
     return next((flow.pred for flow in flows if flow is not None and flow.IsCondContext()), None)
+
+
+def chooses_by(flow, switch):
+    """Tells whether a branch of a tf.cond (of control flow v1) chooses by the predicate of a Switch; a loop does not."""
+    return flow.IsCondContext() and (flow.pred is switch.inputs[1] or flow.pivot.op.inputs[0].op is switch)
+
+
+def choose_by(flow, predicate):
+    """Lets what is made in a branch of a tf.cond (of control flow v1), or by its gradient, choose by another predicate."""
+    flow._pred = predicate
 
 
 def branches_of(op):

@@ -157,6 +157,9 @@ class _Question:
             return None if self._is_divided else "numbers the tower's own examples (its input %r)" % self._named(source)
         if not isinstance(want, Replicated):
             return None
+        if isinstance(placement, Size) and source.dtype.base_dtype == tf.bool:
+            return None if _guards_or_loops(source) else "chooses by the number of the tower's own examples (its input %r)" % (
+                self._named(source))
         if isinstance(placement, Size):
             is_said = op.outputs[0].dtype.is_floating and self._counts_others(source) and not self._stands_for_weight(source)
             return "uses a number that the tower's own examples decide (its input %r)" % self._named(source) if is_said else None
@@ -363,6 +366,15 @@ def _is_zero(tensor):
 
 def _compares(op):
     return len(op.inputs) == 2 and op.outputs[0].dtype.base_dtype == tf.bool
+
+
+def _guards_or_loops(choice):
+    """Tells whether a choice asks whether there is anything at all, or is that of a loop."""
+    while len(choice.op.inputs) == 1 and choice.op.inputs[0].dtype.base_dtype == tf.bool:
+        if choice.op.type == "LoopCond":
+            return True
+        choice = choice.op.inputs[0]
+    return choice.op.type == "LoopCond" or _compares(choice.op) and any(map(_is_zero, choice.op.inputs))
 
 
 def _is_compared_with_0(op, k):

@@ -8,8 +8,8 @@ import tensorflow.compat.v1 as tf
 
 from towers.context import may_differ
 from towers.graph.ordering import READS
-from towers.graph.private import (control_flow_now, control_flow_of, is_loop, outer_control_flow, put_in_flow, rewire,
-                                  take_into_flow, wait_only_for, waits_for_branch_alone, within_control_flow)
+from towers.graph.private import (choose_by, chooses_by, control_flow_now, control_flow_of, is_loop, outer_control_flow,
+                                  put_in_flow, rewire, take_into_flow, wait_only_for, waits_for_branch_alone, within_control_flow)
 from towers.graph.walk import ENTERS, EXITS, LOOPS_BACK, MERGES, end_of, is_ref
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import InTurn, Partial, PartialMean, Replicate, Shard
@@ -38,6 +38,7 @@ class Rewriting:
         self._stands = {}  # (op, number) -> the tensor that stands for it
         self._outside = {}  # (op, number) of what a branch or loop computes -> the same, computed outside
         self._ops = {}  # op -> what was made in its place
+        self._branches = {control_flow_of(op) for op in plan.order} - {None}  # of control flow 1, and its loops
         self._flow = control_flow_now(tf.get_default_graph())
         self.conversions = Conversions(
             tower, plan, self._outside_of_flow, self.now, self._inputs, self._copied, self._created, whole, batch, own, first)
@@ -67,6 +68,10 @@ class Rewriting:
         decision, flow = self._plan.decisions.get(op), control_flow_of(op)
         wants = {} if decision is None else decision.wants
         inputs = self._inputs(op, {k: self.conversions.converted(op.inputs[k], want, op) for k, want in wants.items()})
+        if op.type.endswith("Switch") and inputs[1] is not op.inputs[1]:
+            for branch in self._branches:  # of which TensorFlow asks it for what is made there, gradients among that
+                if chooses_by(branch, op):
+                    choose_by(branch, inputs[1])
         if decision is not None and decision.instead is not None:
             # A constant made in a loop would wait for the loop's turn, which may wait for it; and towers meet before a branch.
             place = self._flow if flow is None or op.type == "Const" or decision.meets else flow
