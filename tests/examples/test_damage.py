@@ -203,6 +203,7 @@ def chosen(draw):
 @settings(max_examples=CASES, phases=[Phase.explicit, Phase.generate])
 @given(st.data(), st.sampled_from(sorted(PROGRAMS)), st.sampled_from(damage.OF_FILES),
        st.floats(0, 1, exclude_max=True), st.integers(0, 7))
+@pytest.mark.laws
 def test_a_damaged_file_is_named_or_does_no_harm_and_nothing_is_lost(base, data, name, kind, at, bit):
     event(hurt(name, base, chosen(data.draw), kind, at, bit))  # --hypothesis-show-statistics says how many
 

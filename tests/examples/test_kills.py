@@ -76,6 +76,7 @@ def saved_step(train_dir):
     return step
 
 
+@pytest.mark.laws
 def test_training_killed_again_and_again_comes_to_the_bits_of_one_that_never_was(tmp_path):
     rng, killed, log = random.Random(KILLS), tmp_path / "killed", tmp_path / "log"
     steps = STEPS_AN_EPOCH * -(-(KILLS + 1) * STEPS_A_LIFE // STEPS_AN_EPOCH)

@@ -56,6 +56,7 @@ def test_towers_with_void_labels_train_as_one_batch(parts, options):
 
 
 @of_tf2
+@pytest.mark.laws
 def test_unsynced_towers_do_not(parts):
     with pytest.raises(AssertionError, match="2 towers do not train as one on the whole batch"):
         assert_equals_one_batch(network(batch_norm=batch_norm.per_tower), scenes(3), 2, [1, 2], steps=1)
@@ -123,6 +124,7 @@ def test_towers_whose_images_differ_in_size_train_as_their_pixels_together(parts
 
 @of_tf2
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no tf.layers")
+@pytest.mark.laws
 def test_network_of_tf_layers_is_converted_to_the_same_losses(parts):
     batch, losses, initial = scenes(3), [], None
     converted = tf_syncbn.convert_model(network(batch_norm=batch_norm.of_layers))

@@ -52,6 +52,7 @@ def in_this_process(change):
 
 
 @pytest.mark.once
+@pytest.mark.laws
 def test_trainings_with_other_bits_have_status_1_and_are_named(capsys, monkeypatch):
     monkeypatch.setattr(same_bits, "in_a_process", in_this_process(lambda part: {"seed": int(part.begin is not None)}))
     assert same_bits.main(SMALL) == 1  # the part after the checkpoint sees other images

@@ -178,6 +178,7 @@ def test_batch_norms_before_and_after_a_loop_sync(name):
     assert_law(model_of(NETWORKS[name], synced, synced, of_steps=name != "raw"))
 
 
+@pytest.mark.laws
 def test_batch_norms_before_and_after_a_loop_sync_over_three_towers():
     assert_law(model_of(NETWORKS["lstm"], synced, synced), (1, 4, 2))
 
@@ -195,6 +196,7 @@ def test_batch_norms_before_and_after_a_loop_that_are_not_converted_break_the_la
         assert_law(model_of(NETWORKS["scan"], by_hand, by_hand))
 
 
+@pytest.mark.laws
 def test_a_batch_norm_between_two_loops_syncs():
     def network(x, lengths):
         y = tf.nn.dynamic_rnn(Gru(), x, lengths, dtype=x.dtype, scope="one")[0]
@@ -297,6 +299,7 @@ def test_a_batch_norm_inside_a_loop_trains_as_one_tower_does_or_is_refused(loop)
         assert "convert_model: " in str(error) and "while" in str(error), error
 
 
+@pytest.mark.laws
 def test_a_batch_norm_of_each_steps_inputs_before_the_loop_syncs():
     def of_each_step(x, name):
         flat = tf.reshape(x, [-1, TIME * 3])

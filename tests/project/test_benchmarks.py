@@ -58,6 +58,7 @@ def shallow(monkeypatch):
         monkeypatch.setattr(module, name, model_fn)
 
 
+@pytest.mark.laws
 def test_every_variant_trains_the_same_network():
     (images, labels), weights = variants.make_batch(6), None
     copies = np.concatenate([images[:3]] * 2), np.concatenate([labels[:3]] * 2)
@@ -216,6 +217,7 @@ def test_the_law_holds_of_synced_towers_in_its_picture_and_of_no_others(tmp_path
     assert "unsynced, float32" in (tmp_path / "law.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.laws
 def test_a_long_run_is_watched_and_interrupted_as_a_user_would(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(long_run, "_TRAINING", [
         "--depth", "8", "--num-towers", "1", "--batch-size", "4", "--steps", "1000000000", "--save-every", "500"])

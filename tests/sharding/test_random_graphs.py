@@ -3,6 +3,7 @@
 Through `towers.whole_batch` they are exact or refused by name; as plain towers they come to what one tower does, or it is said.
 """
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
 from tests.random_graphs import OPS, SPLITS, Step, difference, on_one, on_plain_towers, on_towers, programs
@@ -64,10 +65,12 @@ def is_said(program, counts, is_known):
 
 
 @hypothesis.given(programs(SAYING), SPLIT_EVENLY, st.booleans())
+@pytest.mark.laws
 def test_a_program_comes_to_the_same_on_plain_towers_or_is_said(program, counts, is_known):
     hypothesis.event("said" if is_said(program, counts, is_known) else "the same")
 
 
 @hypothesis.given(programs(COMPUTING), SPLIT_EVENLY, st.booleans())
+@pytest.mark.laws
 def test_nothing_is_said_of_a_program_that_computes_of_each_example(program, counts, is_known):
     assert not is_said(program, counts, is_known)

@@ -60,6 +60,7 @@ WORKERS = {"known": ([[3, 1], [5]], True), "unknown": ([[4], [2, 3]], False)}
 
 
 @pytest.mark.xdist_group("workers")
+@pytest.mark.laws
 def test_two_workers_with_ragged_gathers_train_as_one_tower(tmp_path):
     for status, output in run_workers(2, "train_whole_batch", tmp_path, json.dumps(WORKERS)):
         assert status == 0, output

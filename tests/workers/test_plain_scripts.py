@@ -171,6 +171,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.laws
 def test_script_that_feeds_trains_on_two_workers_as_on_one_process(trained):
     check_equal(*[values_of(trained / "feeding" / name) for name in ("workers/last", "plain/last", "plain/first")])
 
