@@ -4,10 +4,10 @@ The variables of a metric are shared by all towers, and each tower adds what its
 TensorFlow knows while the graph is built look the same in all towers, as though they were to be added once: here they are tied
 to the tower's batch.
 """
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph.private import rewire
+from towers.graph.static_values import static_value
 from towers.graph.walk import ancestors, op_of, writes_of
 from towers.state.own_data import takes_own_data
 
@@ -36,23 +36,12 @@ def count_all_examples(metrics, ops, context):
 
 def _added(write):
     """Returns the number that a write adds to a variable, an array, where it is known while the graph is built; else None."""
-    return _value(write.inputs[1]) if "Add" in write.type and len(write.inputs) > 1 else None
-
-
-def _value(tensor):
-    """Returns what a tensor holds, of what is made of a shape alone; None where that is not known."""
-    known, op = tf.get_static_value(tensor), tensor.op
-    if known is None and op.type in ("Cast", "Identity", "StridedSlice", "Mul", "Prod"):
-        values = [_value(taken) for taken in op.inputs]
-        if any(value is None for value in values):
-            return None
-        if op.type == "StridedSlice":
-            known = values[0][values[1][0]] if op.get_attr("shrink_axis_mask") == 1 and values[0].ndim == 1 else None
-        elif op.type in ("Mul", "Prod"):
-            known = values[0] * values[1] if op.type == "Mul" else np.prod(values[0], tuple(np.ravel(values[1])))
-        else:
-            known = values[0]
-    return known if known is None else np.asarray(known, tensor.dtype.base_dtype.as_numpy_dtype)
+    if "Add" not in write.type or len(write.inputs) < 2:
+        return None
+    number = write.inputs[1]
+    while number.op.type == "Cast" and tf.get_static_value(number) is None:
+        number = number.op.inputs[0]
+    return static_value(number)
 
 
 def _is_of_constants(write):
