@@ -7,16 +7,15 @@ import tensorflow.compat.v1 as tf
 from towers.api.wording import TowersWarning
 from towers.devices.placement import HOST, check_device
 from towers.graph.private import is_in_loop
-from towers.graph.walk import is_ref
+from towers.graph.walk import VARIABLES, is_ref
 
 __all__ = ["TowerDevices", "placement_of", "warn_of_other_devices", "warn_of_stale_reads"]
 
-_VARIABLES = frozenset(["Variable", "VariableV2", "AutoReloadVariable", "VarHandleOp"])
 # What goes to where a variable stands, whoever asks for it, and what has no cost anywhere. RestoreV2 is what
 # tf.train.init_from_checkpoint puts on the host itself, and runs when variables are initialized; of a tf.cond its branches count.
-_BESIDE_VARIABLES = frozenset(["ReadVariableOp", "Identity", "Assign", "AssignVariableOp", "Const", "NoOp", "RestoreV2",
-                               "IsVariableInitialized", "VarIsInitializedOp", "Switch", "RefSwitch", "Merge", "RefMerge", "If",
-                               "StatelessIf", "Placeholder"])
+_BESIDES = frozenset(["ReadVariableOp", "Identity", "Assign", "AssignVariableOp", "Const", "NoOp", "RestoreV2",
+                      "IsVariableInitialized", "VarIsInitializedOp", "Switch", "RefSwitch", "Merge", "RefMerge", "If",
+                      "StatelessIf", "Placeholder"])
 
 
 def placement_of(placement, devices):
@@ -83,11 +82,11 @@ class TowerDevices:
         kind = getattr(op, "type", None)  # Keras asks for the present device by something that is no op
         named = tf.DeviceSpec.from_string(op.device) if op.device else None
         if named is not None and named.device_type:
-            is_beside = kind is None or kind in _VARIABLES or kind in _BESIDE_VARIABLES
+            is_beside = kind is None or kind in VARIABLES or kind in _BESIDES
             if not is_beside and named.device_type == self._spec.device_type and named.device_index != self._spec.device_index:
                 self.elsewhere.append(op)
             return op.device
-        if kind in _VARIABLES:
+        if kind in VARIABLES:
             return self._place(op)
         return op.inputs[0].op.device if kind == "VarIsInitializedOp" else self._device
 

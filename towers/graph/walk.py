@@ -4,10 +4,11 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph.private import taken_from_outside, waiting_for
 
-__all__ = ["BRANCHES", "CALLS", "ENTERS", "EXITS", "LOOPS_BACK", "MERGES", "VARIABLES", "ancestors", "calls_of",
+__all__ = ["ADDS", "BRANCHES", "CALLS", "ENTERS", "EXITS", "LOOPS_BACK", "MERGES", "VARIABLES", "ancestors", "calls_of",
            "computes_the_same", "descendants", "end_of", "in_circles", "is_ref", "is_variable", "op_of", "reads_of",
            "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
+ADDS = frozenset(["Add", "AddV2"])
 VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
                                "VarIsInitializedOp", "DestroyResourceOp"])

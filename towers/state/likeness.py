@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from towers.batches.rows import is_sparse
 from towers.graph.functions import MADE_UP, Functions
 from towers.graph.private import taken_from_outside
-from towers.graph.walk import VARIABLES, end_of, tensors_of
+from towers.graph.walk import ADDS, VARIABLES, end_of, tensors_of
 from towers.meeting.turns import TowerMismatchError, without_numbers
 from towers.state.lookups import looked_up
 
@@ -24,7 +24,6 @@ _HANDED_ON = frozenset(["Identity", "Enter", "RefEnter", "Print", "CheckNumerics
 # What data come from, for each tower its own: a model function may take them from outside of its arguments.
 _DATA = frozenset(["Placeholder", "IteratorGetNext", "IteratorGetNextSync", "Split", "SplitV", "Unpack", "QueueDequeueV2",
                    "QueueDequeueManyV2", "QueueDequeueUpToV2"])
-_ADDS = frozenset(["Add", "AddV2"])
 # Those that may hold the size of a batch, or as many entries as it has.
 _SIZES = frozenset(["N", "num", "num_elements", "num_split", "shape", "element_shape", "output_shapes", "T", "Tin", "Tout"])
 
@@ -181,7 +180,7 @@ class _Comparison:
             self._report(op, other, "%r has %s, and in tower %d %r has %s"
                          % (op.name, difference[0], self._other.index, other.name, difference[1]))
             return
-        terms = [] if self._same_sizes or op.type not in _ADDS else [_added_up(op), _added_up(other)]
+        terms = [] if self._same_sizes or op.type not in ADDS else [_added_up(op), _added_up(other)]
         if terms and len(terms[0]) != len(terms[1]):  # a loop over the examples, more of them in one tower: all terms alike
             ends = [[(term.op, term.value_index) for term in of_tower] for of_tower in terms]
             self._stack.extend((ends[0][min(i, len(ends[0]) - 1)], ends[1][min(i, len(ends[1]) - 1)])
@@ -284,7 +283,7 @@ def _fill_alike(*ops):
 def _added_up(op):
     """Returns what is added up one after the other, a list of tensors, the first one first."""
     terms = []
-    while op.type in _ADDS:
+    while op.type in ADDS:
         terms.append(op.inputs[1])
         first, op = op.inputs[0], op.inputs[0].op
     return [first] + terms[::-1]

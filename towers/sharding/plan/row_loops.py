@@ -10,13 +10,13 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph.functions import MADE_UP
 from towers.graph.private import position_of
+from towers.graph.walk import ADDS
 
 __all__ = ["JOINS", "Join", "attributes_of", "join_of", "own_of_turns", "parts_of", "turns_added_up"]
 
-_ADDITIONS = ("Add", "AddV2")
 # Types of ops that put all turns together at once -> which input is none of a turn; additions do so one after the other.
 _JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": None}
-JOINS = frozenset(_JOINS).union(_ADDITIONS)
+JOINS = frozenset(_JOINS).union(ADDS)
 
 _KINDS = frozenset(["bool", "float", "int", "list(bool)", "list(float)", "list(int)", "string"])
 _OF_NO_VALUE = MADE_UP.union(["N", "num", "num_split", "parallel_iterations"])
@@ -53,7 +53,7 @@ def join_of(a, b, own, total):
       a, b: the operations.
       own, total: int, how many examples the tower has, and how many there are.
     """
-    if b.type in _ADDITIONS:
+    if b.type in ADDS:
         return _chain(a, b, own, total) if a.type == b.type else None
     if b.type not in _JOINS or a.type != b.type and (own, a.type) != (1, "Identity"):
         return None  # of a single tensor tf.concat and tf.add_n make an Identity
@@ -78,7 +78,7 @@ def attributes_of(op):
 
 def parts_of(op):
     """Returns how many tensors an op puts together at once; None of an addition, which may be one of many."""
-    return None if op.type in _ADDITIONS else len(_taken_apart(op)[0])
+    return None if op.type in ADDS else len(_taken_apart(op)[0])
 
 
 def own_of_turns(turns, times):
@@ -123,7 +123,7 @@ def turns_added_up(b, total):
     """
     if b.type in ("AccumulateNV2", "AddN"):
         return list(b.inputs) if len(b.inputs) == total else None
-    for side in (0, 1) if b.type in _ADDITIONS else ():
+    for side in (0, 1) if b.type in ADDS else ():
         links = _links(b, side)[::-1]
         if len(links) == total - 1:
             return [links[0].inputs[side]] + [_added(link, side) for link in links]
@@ -179,7 +179,7 @@ def _chain(a, b, own, total):
 def _links(op, side):
     """Returns additions, each of which takes the next one's sum on one side, a list."""
     found = []
-    while op.type in _ADDITIONS:
+    while op.type in ADDS:
         found.append(op)
         op = op.inputs[side].op
     return found
