@@ -128,6 +128,33 @@ def test_what_goes_through_float32_is_held_to_its_rounding_and_not_to_float64s()
         assert_equals_one_batch(lambda x: through_float32(x, centred=True), (x,), num_towers=2, sizes=[3, 2])
 
 
+@pytest.mark.parametrize("name", ["absolute_difference", "hinge_loss", "huber_loss", "log_loss", "mean_squared_error",
+                                  "sigmoid_cross_entropy"])
+def test_functions_of_tf_losses_are_no_false_alarm_in_float64(name):
+    """Which go through float32: for some batches the orders of the batch alone tell no rounding."""
+    def model_fn(x, labels):
+        h = tf.reduce_sum(x * tf.get_variable("w", [4], tf.float64, tf.constant_initializer([.3, -.4, .5, .2])), 1)
+        return getattr(tf.losses, name)(labels, tf.sigmoid(h) if name == "log_loss" else h)
+
+    for seed in range(3):
+        rng = np.random.RandomState(seed)
+        batch = rng.randn(12, 4), (rng.rand(12) > 0.5).astype(np.float64)
+        found = assert_equals_one_batch(towers.whole_batch(model_fn), batch, 3, sizes=[6, 2, 4], steps=2)
+        assert found.bound["gradients"] < 1e-5
+
+
+def test_a_variable_that_is_no_number_has_to_be_the_same():
+    def model_fn(x):
+        done = tf.get_variable("done", [], tf.bool, tf.zeros_initializer(), trainable=False, use_resource=True)
+        with tf.control_dependencies([done.assign(tf.reduce_sum(x) > 3)]):
+            return tf.reduce_mean(tf.square(x * tf.get_variable("w", [3], tf.float64, tf.ones_initializer())))
+
+    x = np.arange(24.0).reshape([8, 3]) / 20 - 0.2
+    assert_equals_one_batch(towers.whole_batch(model_fn), (x,), 2)
+    with pytest.raises(AssertionError, match=r"differ in variables by .* \(done\)"):
+        assert_equals_one_batch(model_fn, (x[::-1].copy(),), 2)
+
+
 def mixed_up(x):
     """Mixup with the examples in the opposite order, in float32: another model for each order of the batch."""
     w = tf.get_variable("w", [5], tf.float32, tf.constant_initializer([.5, -1., .3, .8, -.2]))

@@ -25,6 +25,7 @@ _NUM_PERMUTATIONS = 3
 _EXACT = 1e-9
 _MORE_THAN_ROUNDING = 1e-2
 _HINT = " A loss that is no mean over examples is the whole batch's by towers.whole_batch(model_fn), however it is written."
+_UNITS = {tf.float64: 2.0 ** -52, tf.float32: 2.0 ** -23, tf.float16: 2.0 ** -10, tf.bfloat16: 2.0 ** -7}
 _RANDOM = re.compile("(Random|TruncatedNormal|ParameterizedTruncatedNormal|Multinomial|StatefulRandom|StatefulStandardNormal|"
                      "StatefulUniform|StatefulTruncatedNormal)(?!.*(Dataset|Seed))")
 
@@ -50,7 +51,7 @@ class _Trained(NamedTuple):
     gradients: dict  # name of a variable -> array [steps, ...]
     initial: dict
     final: dict
-    is_exact: bool  # no float32 in it
+    unit: float  # of the last place of the coarsest numbers that the loss and gradients go through, relative
 
 
 def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int = 2, sizes: Optional[Sequence[int]] = None,
@@ -114,16 +115,14 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
     _check_finite(one)
     several = train([_divide(batch, sizes)], devices, one.initial)
     found = _compare(one, several[0])
-    dtypes = {gradient.dtype for gradient in one.gradients.values()}
-    if one.is_exact:
+    if one.unit == _UNITS[tf.float64]:
         bound, hint = dict.fromkeys(("loss", "gradients", "variables"), _EXACT), of_loss
     else:
         hint = of_loss + " A ReLU whose input is 0 but for rounding may do as much: try the model in float64, or another batch."
-        smallest = _EXACT if dtypes == {np.dtype(np.float64)} else np.finfo(max(dtypes, key=lambda d: np.finfo(d).eps)).eps
-        bound = _floor(ones, smallest)
+        bound = _floor(ones, one.unit)
         if max(bound.values()) > _MORE_THAN_ROUNDING:
             nearly = train([[_other_last_bits(batch, seed)] for seed in range(2)], devices[:1], one.initial)
-            rounding = _floor([one] + nearly, smallest)
+            rounding = _floor([one] + nearly, one.unit)
             rounding = {name: max(100 * rounding[name], _MORE_THAN_ROUNDING / 10) for name in bound}
             if any(rounding[name] < bound[name] for name in bound):
                 hint = " The model goes by the order of its examples, of which towers.whole_batch lets each tower see all."
@@ -189,8 +188,8 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
         with tf.Session(config=session_config(devices)) as session:
             session.run(initializers)
             before = dict(session.run(variables), **(initial or {}))
-            is_exact = all(gradient.dtype == tf.float64 for gradient in dense.values()) and not _is_rounded(replicas.loss)
-            for parts in alternatives[:1] if is_exact else alternatives:
+            unit = max(_UNITS[dtype] for dtype in {gradient.dtype for gradient in dense.values()} | _dtypes_of(replicas.loss))
+            for parts in alternatives[:1] if unit == _UNITS[tf.float64] else alternatives:
                 session.run(initializers)
                 assign(session, [(variables[name], value) for name, value in before.items()])
                 feeds = {tensor: leaf for tensor, leaf in zip(tf.nest.flatten(given), tf.nest.flatten(parts)) if leaf.ndim}
@@ -198,7 +197,7 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
                 trained.append(_Trained(
                     np.array([loss for loss, _ in ran]),
                     {name: np.array([gradients[name] for _, gradients in ran]) for name in dense}, before,
-                    session.run(variables), is_exact))
+                    session.run(variables), unit))
     return trained
 
 
@@ -218,11 +217,10 @@ def _with_ordered_writes(model_fn):
     return ordered
 
 
-def _is_rounded(loss):
-    """Tells whether a loss is computed of less than float64 somewhere, as `tf.losses` does."""
-    return loss.dtype != tf.float64 or any(
-        op.type == "Cast" and {op.inputs[0].dtype, op.outputs[0].dtype} & {tf.float16, tf.bfloat16, tf.float32} and all(
-            tensor.dtype.is_floating for tensor in (op.inputs[0], op.outputs[0])) for op in ancestors([loss]))
+def _dtypes_of(loss):
+    """Returns the floating point dtypes that a loss is computed in: through float32 in float64, as `tf.losses` does, is both."""
+    casts = [{op.inputs[0].dtype, op.outputs[0].dtype} for op in ancestors([loss]) if op.type == "Cast"]
+    return {loss.dtype}.union(*[dtypes for dtypes in casts if dtypes <= set(_UNITS)])
 
 
 def _check_draws(replicas, train_op):
@@ -274,14 +272,21 @@ def _compare(one, other):
             raise AssertionError("The towers have other %s than one tower: %s." % (
                 "variables" if kind == "final" else "gradients",
                 ", ".join(sorted(set(getattr(one, kind)) ^ set(getattr(other, kind))))))
+
+    def difference(a, b):
+        if a.dtype.kind not in "fiuc":  # bools, strings
+            return (a != b).astype(np.float64)
+        return a - b
+
     largest_gradient = max(_largest(gradient) for gradient in one.gradients.values())
     largest_step = max(_largest(one.final[name] - one.initial[name]) for name in one.gradients)
+    size = {name: 0.0 if value.dtype.kind not in "fiuc" else _largest(value) for name, value in one.final.items()}
     return {
         "loss": (_ratio(_largest(one.losses - other.losses), _largest(one.losses)), "the loss"),
         "gradients": max((_ratio(_largest(one.gradients[name] - other.gradients[name]), largest_gradient), name)
                          for name in one.gradients),
-        "variables": max((_ratio(_largest(one.final[name] - other.final[name]),
-                                 max(_largest(one.final[name]), largest_step)), name) for name in one.final),
+        "variables": max((_ratio(_largest(difference(one.final[name], other.final[name])), max(size[name], largest_step)), name)
+                         for name in one.final),
     }
 
 
