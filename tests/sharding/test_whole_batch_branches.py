@@ -136,6 +136,37 @@ def test_a_branch_by_the_number_of_examples_is_that_of_the_whole_batch(name, siz
     assert_equals_one_batch(towers.whole_batch(lambda x: BY_SIZE[name](rows(x, sized))), (X,), 3, sizes=sizes, steps=2)
 
 
+def branch_by_sum(x, one, other):
+    return tf.cond(tf.reduce_sum(x) > -1e9, one, other)
+
+
+SIZES_OUT = {
+    "by a size": lambda x, y: tf.reduce_sum(
+        y[:tf.cond(tf.shape(x)[0] > 4, lambda: tf.shape(x)[0] - 4, lambda: tf.shape(x)[0])] ** 2),
+    "by a sum": lambda x, y: tf.reduce_sum(y[:branch_by_sum(x, lambda: tf.shape(x)[0] - 4, lambda: tf.shape(x)[0])] ** 2),
+    "as a number": lambda x, y: tf.reduce_mean(y ** 2) * branch_by_sum(
+        x, lambda: tf.cast(tf.shape(x)[0], y.dtype) ** 2, lambda: tf.ones([], y.dtype)),
+    "as a shape": lambda x, y: tf.reduce_mean(tf.reshape(y, branch_by_sum(x, lambda: tf.shape(y), lambda: tf.shape(y) * 2)) ** 2),
+    "of a branch within": lambda x, y: tf.reduce_mean(y) * tf.cast(branch_by_sum(x, lambda: branch_by_sum(
+        -x, lambda: tf.shape(x)[0] * 2, lambda: 0), lambda: 1), y.dtype),
+    "of a loop": lambda x, y: tf.reduce_mean(y ** 2) * tf.cast(tf.while_loop(
+        lambda i, n: i < 2, lambda i, n: (i + 1, n + tf.shape(x)[0]), [0, 0])[1], y.dtype),
+    "of a function": lambda x, y: tf.reduce_mean(y ** 2) * tf.cast(
+        tf.compat.v2.function(lambda z: tf.shape(z)[0] * 2)(x) if GRAPH else tf.shape(x)[0] * 2, y.dtype)}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", sorted(SIZES_OUT))
+def test_a_size_that_a_branch_or_loop_hands_out_is_that_of_the_whole_batch(name, known):
+    """Where sizes are known, the functions of control flow 2 have the tower's as constants."""
+    def model_fn(x):
+        x = tf.cast(tf.reduce_mean(x, [1, 2]), tf.float64)
+        x = x if known else tf.placeholder_with_default(x, [None, 3])
+        return SIZES_OUT[name](x, tf.tanh(x * tf.get_variable("scale", [3], tf.float64, tf.constant_initializer([1.3, 0.2, -2]))))
+
+    assert_equals_one_batch(towers.whole_batch(model_fn), (X,), 3, sizes=[2, 1, 4], steps=2)
+
+
 @pytest.mark.parametrize("name,is_said", [("by how many they are", True), ("by whether there are any", False)])
 def test_plain_towers_that_choose_by_the_number_of_their_examples_are_told(name, is_said):
     with warnings.catch_warnings(record=True) as caught:

@@ -300,7 +300,7 @@ def _decide_call(node, wants, is_whole):
     body, = node.context.bodies.of(node.op)
     _count_within(node, node.inputs, [body])
     inner = _through(node, body, node.inputs, is_whole)
-    outputs = [inner.placement(tensor) for tensor in body.outputs]
+    outputs = [_whole_number([inner], number, inner.placement(tensor)) for number, tensor in enumerate(body.outputs)]
     if not node.context.is_inner:  # it is inlined, where towers meet
         return Decision(outputs, wants, instead=Carried([inner], set()))
     return _carried(node, outputs, wants, [inner])
@@ -315,12 +315,31 @@ def _decide_branches(node, wants, is_whole):
         of_branches, placement = _Meet(node.op, [_value(node, inner, number) for inner in inners], node.context).join()
         for k, want in of_branches.items():
             inners[k].returns[number] = want
-        outputs.append(placement)
+        outputs.append(_whole_number(inners, number, placement))
     if isinstance(node.inputs[0].placement, InTurn):
         outputs = [chosen_in_turn(node.op.name, placement) for placement in outputs]
     else:
         wants = {**node.wanted([0]), **wants}
     return _carried(node, outputs, wants, inners)
+
+
+def _whole_number(inners, number, placement):
+    """Returns the placement of what functions hand out: a size is made whole there, where they have sizes as constants.
+
+    Outside of them nobody could make the same of the whole batch's sizes.
+    """
+    if not isinstance(placement, Size) or not any(map(_knows_sizes, inners)):
+        return placement
+    for inner in inners:
+        inner.returns[number] = Replicated()
+    return Replicate()
+
+
+def _knows_sizes(inner):
+    decisions = [inner.plan.decisions.get(op) for op in inner.body.ops]
+    called = [each for decision in decisions for each in getattr(getattr(decision, "instead", None), "inners", ())]
+    return any(op.type == "Const" and isinstance(inner.placement(op.outputs[0]), Size) for op in inner.body.ops) or any(
+        map(_knows_sizes, called))
 
 
 def _decide_loop(node, wants, is_whole):
@@ -343,6 +362,8 @@ def _decide_loop(node, wants, is_whole):
             meet = _Meet(node.op, [entries[k], _value(node, inner, k)], node.context)
             meet.is_over_rows, meet.name_of_state = bool(counters), "%s:%d" % (node.op.name, k)
             each, placements[k] = meet.join()
+            if isinstance(_whole_number([inner], k, placements[k]), Replicate) and isinstance(placements[k], Size):
+                each, placements[k] = {0: Replicated(), 1: Replicated()}, Replicate()
             if 0 in each:
                 entry[k] = each[0]
             if 1 in each:
