@@ -61,7 +61,8 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
 
     Compared are the loss, every gradient and, after the last step, every variable, moving averages included. A model in
     float64 has to agree within 1e-9. One with float32 in it, as `tf.losses` has, has to agree within three times the floor:
-    the difference between one tower and itself with its batch permuted, which is what the order of sums does, measured here.
+    the difference between one tower and itself with its batch permuted, which is what the order of sums does, measured here; or
+    float32's last place, which no order of the batch may show.
     Where that is more than a percent, the model may go by the order of its examples, as mixup by `x[::-1]` does: then no more is
     allowed than a hundred times what the last bit of each number of the batch does, or 0.1 percent.
     Where the input of a ReLU is 0 but for rounding, its gradient is now 1 and now 0: so where the towers differ by more, they

@@ -12,7 +12,7 @@ from towers.api.arguments import FLAG, TEXT, as_tensor, check, optional
 from towers.meeting.exchanges import gradient_place, meet_at, next_place, others_here, pass_with_gradient
 from towers.meeting.meetings import Across
 from towers.meeting.slices import as_dense
-from towers.meeting.sums import EXTREMES, check_reduction, sum_in_order
+from towers.meeting.sums import EXTREMES, check_reduction, gradient_of_extreme, sum_in_order
 
 __all__ = ["Divisor", "all_gather", "all_reduce", "cross_tower_sum_at"]
 
@@ -201,10 +201,7 @@ def _sum_gradient(op, dy, _):
 @tf.RegisterGradient("TowersExtreme")
 def _extreme_gradient(op, dy, _):
     place, _ = gradient_place(op)
-    extreme, tensor = op.inputs
-    has_it = tf.cast(tf.equal(tensor, extreme), tensor.dtype)
-    total, number = tf.unstack(cross_tower_sum_at(place, tf.stack([as_dense(dy, extreme), has_it])))
-    return None, has_it / number * total
+    return None, gradient_of_extreme(as_dense(dy, op.inputs[0]), *op.inputs, lambda parts: cross_tower_sum_at(place, parts))
 
 
 @tf.RegisterGradient("TowersAllGather")

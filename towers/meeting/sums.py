@@ -1,7 +1,7 @@
 """Reductions over towers: sums in an order that never changes, so that the same towers give the same bits in every run."""
 import tensorflow.compat.v1 as tf
 
-__all__ = ["EXTREMES", "check_reduction", "mean_in_order", "sum_in_order"]
+__all__ = ["EXTREMES", "check_reduction", "gradient_of_extreme", "mean_in_order", "sum_in_order"]
 
 EXTREMES = {"max": tf.reduce_max, "min": tf.reduce_min}
 _REDUCTIONS = ("sum", "mean") + tuple(EXTREMES)
@@ -11,6 +11,19 @@ def check_reduction(reduction):
     """Raises `ValueError` for what is no reduction of `all_reduce`."""
     if reduction not in _REDUCTIONS:
         raise ValueError("all_reduce knows the reductions %s, not %r." % (", ".join(map(repr, _REDUCTIONS)), reduction))
+
+
+def gradient_of_extreme(dy, extreme, tensor, add):
+    """Returns what of the gradient of an extreme goes to `tensor`, all to those that have it, in equal parts.
+
+    Args:
+      dy: tensor, the gradient that reaches the extreme here.
+      extreme, tensor: tensors of its shape and dtype.
+      add: a function of a tensor that returns its sum over all who took part.
+    """
+    has_it = tf.cast(tf.equal(tensor, extreme), tensor.dtype)
+    total, number = tf.unstack(add(tf.stack([dy, has_it])))
+    return has_it / number * total
 
 
 def sum_in_order(tensors):

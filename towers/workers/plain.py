@@ -4,6 +4,7 @@ import tensorflow.compat.v1 as tf
 from towers.graph.gradient_hook import detail_of, with_gradient
 from towers.graph.walk import ancestors
 from towers.meeting.slices import numbers_of
+from towers.meeting.sums import gradient_of_extreme
 from towers.meeting.turns import without_numbers
 from towers.workers.gradient_sums import describe, scaled, sum_gradients
 from towers.workers.variables import check_equal_at_start
@@ -14,10 +15,7 @@ __all__ = ["AveragingOptimizer", "average_gradients", "extreme_with_gradient", "
 def sum_with_gradient(workers, tensor, name):
     """Returns the sum of a tensor over workers, whose gradient is the sum over workers of what reaches it in each."""
     total = workers.collectives.sum(tensor, _purpose(workers), name)
-    if not tensor.dtype.is_floating:
-        return total
-    return with_gradient("TowersWorkersSum", lambda: tf.identity_n([tf.stop_gradient(total), tensor]), "IdentityN",
-                         (workers, name))[0]
+    return _with_gradient("TowersWorkersSum", total, tensor, workers, name)
 
 
 @tf.RegisterGradient("TowersWorkersSum")
@@ -29,19 +27,19 @@ def _sum_gradient(op, dy, _):
 def extreme_with_gradient(workers, tensor, reduce, name):
     """Returns the largest or smallest of a tensor over workers, whose gradient goes to those that have it, in equal parts."""
     extreme = reduce(workers.collectives.join(tensor, _purpose(workers)), 0)
-    if not tensor.dtype.is_floating:
-        return extreme
-    return with_gradient("TowersWorkersExtreme", lambda: tf.identity_n([tf.stop_gradient(extreme), tensor]), "IdentityN",
-                         (workers, name))[0]
+    return _with_gradient("TowersWorkersExtreme", extreme, tensor, workers, name)
 
 
 @tf.RegisterGradient("TowersWorkersExtreme")
 def _extreme_gradient(op, dy, _):
     workers, name = detail_of(op)
-    extreme, tensor = op.inputs
-    has_it = tf.cast(tf.equal(tensor, extreme), tensor.dtype)
-    total, number = tf.unstack(sum_with_gradient(workers, tf.stack([tf.convert_to_tensor(dy), has_it]), name))
-    return None, has_it / number * total
+    return None, gradient_of_extreme(dy, *op.inputs, lambda parts: sum_with_gradient(workers, parts, name))
+
+
+def _with_gradient(gradient, value, tensor, workers, name):
+    if not tensor.dtype.is_floating:
+        return value
+    return with_gradient(gradient, lambda: tf.identity_n([tf.stop_gradient(value), tensor]), "IdentityN", (workers, name))[0]
 
 
 def _purpose(workers):

@@ -300,7 +300,10 @@ def _decide_call(node, wants, is_whole):
     body, = node.context.bodies.of(node.op)
     _count_within(node, node.inputs, [body])
     inner = _through(node, body, node.inputs, is_whole)
-    outputs = [_whole_number([inner], number, inner.placement(tensor)) for number, tensor in enumerate(body.outputs)]
+    outputs = [inner.placement(tensor) for tensor in body.outputs]
+    for number, placement in enumerate(outputs):
+        if _is_known_size([inner], placement):
+            outputs[number], inner.returns[number] = Replicate(), Replicated()
     if not node.context.is_inner:  # it is inlined, where towers meet
         return Decision(outputs, wants, instead=Carried([inner], set()))
     return _carried(node, outputs, wants, [inner])
@@ -313,9 +316,11 @@ def _decide_branches(node, wants, is_whole):
     outputs = []
     for number in range(len(node.op.outputs)):
         of_branches, placement = _Meet(node.op, [_value(node, inner, number) for inner in inners], node.context).join()
+        if _is_known_size(inners, placement):
+            placement, of_branches = Replicate(), dict.fromkeys(range(len(inners)), Replicated())
         for k, want in of_branches.items():
             inners[k].returns[number] = want
-        outputs.append(_whole_number(inners, number, placement))
+        outputs.append(placement)
     if isinstance(node.inputs[0].placement, InTurn):
         outputs = [chosen_in_turn(node.op.name, placement) for placement in outputs]
     else:
@@ -323,16 +328,11 @@ def _decide_branches(node, wants, is_whole):
     return _carried(node, outputs, wants, inners)
 
 
-def _whole_number(inners, number, placement):
-    """Returns the placement of what functions hand out: a size is made whole there, where they have sizes as constants.
-
-    Outside of them nobody could make the same of the whole batch's sizes.
+def _is_known_size(inners, placement):
+    """Tells whether what functions hand out is a size, and they have sizes as constants: nobody could make the same of the whole
+    batch's sizes outside of them, so it is made whole within.
     """
-    if not isinstance(placement, Size) or not any(map(_knows_sizes, inners)):
-        return placement
-    for inner in inners:
-        inner.returns[number] = Replicated()
-    return Replicate()
+    return isinstance(placement, Size) and any(map(_knows_sizes, inners))
 
 
 def _knows_sizes(inner):
@@ -362,7 +362,7 @@ def _decide_loop(node, wants, is_whole):
             meet = _Meet(node.op, [entries[k], _value(node, inner, k)], node.context)
             meet.is_over_rows, meet.name_of_state = bool(counters), "%s:%d" % (node.op.name, k)
             each, placements[k] = meet.join()
-            if isinstance(_whole_number([inner], k, placements[k]), Replicate) and isinstance(placements[k], Size):
+            if _is_known_size([inner], placements[k]):
                 each, placements[k] = {0: Replicated(), 1: Replicated()}, Replicate()
             if 0 in each:
                 entry[k] = each[0]
