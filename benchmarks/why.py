@@ -38,7 +38,8 @@ def draw(comparison, path):
         axes.annotate("%s: %.1f %%" % (words, accuracy), (steps[-1], losses[-1] + above), (6, 0), textcoords="offset points",
                       va="center", color="0.35" if kind == "one" else color)
     axes.set(xlabel="step", ylabel="training loss", xlim=(0, steps[-1]),
-             title="%s on CIFAR-10, a batch of %d; test accuracy after %d steps" % (settings["model"], whole, settings["steps"]))
+             title="%s on %s, a batch of %d; test accuracy after %d steps" % (
+                 settings["model"], settings["data"], whole, settings["steps"]))
     axes.title.set_fontsize(10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

@@ -188,7 +188,7 @@ def test_bytes_that_workers_send_are_those_of_their_collectives(tmp_path, capsys
 def test_the_picture_of_why_has_a_line_and_the_mean_accuracy_of_each_kind(tmp_path, monkeypatch):
     runs = [{"kind": kind, "test_accuracy": 0.25 * number + 0.01 * seed, "curve": [[10, 3.0], [20, 2.0 - number]]}
             for number, kind in enumerate(("unsynced", "one", "synced", "unsynced-all")) for seed in (1, 3)]
-    settings = {"model": "A net", "batch_size": 12, "images_a_tower": 3, "steps": 20}
+    settings = {"model": "A net", "data": "images", "batch_size": 12, "images_a_tower": 3, "steps": 20}
     (tmp_path / "compare.json").write_text(json.dumps({"settings": settings, "runs": runs}))
     drawn = []
     monkeypatch.setattr(why.plt, "close", lambda figure: figure == "all" or drawn.extend(
