@@ -1,10 +1,10 @@
 """What `sync_batch_norm` may be given: each argument checked while the graph is built, with the layer's name in the message."""
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels.rows import accumulator
+from tf_syncbn.kernels.layer import Layer
 from towers.api.arguments import FLAG, FUNCTION, INITIALIZER, NUMBER, SCALAR, Kind, as_tensor, check, optional
 
-__all__ = ["check_axis", "check_kinds", "check_mask", "check_numbers", "check_training"]
+__all__ = ["check_inputs", "check_kinds", "check_mask", "check_numbers", "check_training"]
 
 _KINDS = {
     FLAG: "center scale trainable renorm", optional(FLAG): "unbiased fused",
@@ -25,8 +25,9 @@ def check_kinds(arguments):
         check(kind, **{name: arguments[name] for name in names.split()})
 
 
-def check_axis(inputs, axis, name):
-    """Returns the channels' axis, not negative, of inputs of known rank and number of channels."""
+def check_inputs(inputs, axis, name):
+    """Returns a layer's inputs, a floating point tensor of known rank and number of channels, and the `Layer`."""
+    inputs = as_tensor(inputs, "inputs")
     if not inputs.dtype.is_floating:
         raise TypeError("sync_batch_norm %r normalizes floating point tensors; %r is %s: cast it first."
                         % (name, inputs.name, inputs.dtype.name))
@@ -40,7 +41,7 @@ def check_axis(inputs, axis, name):
     if tf.dimension_value(inputs.shape[axis]) is None:
         raise ValueError("sync_batch_norm %r needs a known number of channels; %r has shape %s, and axis is %d."
                          % (name, inputs.name, inputs.shape, axis))
-    return axis % rank
+    return inputs, Layer(inputs.shape, inputs.dtype, axis % rank)
 
 
 def check_training(training, tower, name):
@@ -74,22 +75,22 @@ def check_numbers(momenta, epsilon, group_size, tower, name):
                          % (name, num_towers, group_size))
 
 
-def check_mask(mask, x, axis, name):
-    """Returns the mask with an axis of size 1 for the channels and the dtype of the statistics of `x`, or None."""
+def check_mask(mask, layer, name):
+    """Returns the mask with an axis of size 1 for the channels and the dtype of the layer's statistics, or None."""
     if mask is None:
         return None
     mask = as_tensor(mask, "mask")
     if mask.dtype != tf.bool and not mask.dtype.is_floating and not mask.dtype.is_integer:
         raise TypeError("sync_batch_norm %r: a mask is bool or weights; %r is %s." % (name, mask.name, mask.dtype.name))
-    positions = [size for i, size in enumerate(x.shape.as_list()) if i != axis]
+    positions = layer.positions
     try:
-        known = mask.shape.rank is not None and tf.broadcast_static_shape(mask.shape, tf.TensorShape(positions))
-        fits = bool(known) and known.rank == len(positions) and known.is_compatible_with(positions)
+        known = mask.shape.rank is not None and tf.broadcast_static_shape(mask.shape, positions)
+        fits = bool(known) and known.rank == positions.rank and known.is_compatible_with(positions)
     except ValueError:
         fits = False
     if not fits:
         raise ValueError("sync_batch_norm %r: a mask has to broadcast to the inputs without their channels, %s; %r has "
-                         "shape %s." % (name, tf.TensorShape(positions), mask.name, mask.shape))
-    for _ in range(len(positions) - mask.shape.rank):
+                         "shape %s." % (name, positions, mask.name, mask.shape))
+    for _ in range(positions.rank - mask.shape.rank):
         mask = tf.expand_dims(mask, 0)
-    return tf.stop_gradient(tf.cast(tf.expand_dims(mask, axis), accumulator(x.dtype)))
+    return tf.stop_gradient(tf.cast(tf.expand_dims(mask, layer.axis), layer.accumulator))

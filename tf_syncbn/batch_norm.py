@@ -4,15 +4,13 @@ from typing import Any, Dict, Optional, Sequence, Union
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.arguments import check_axis, check_kinds, check_mask, check_numbers, check_training
+from tf_syncbn.arguments import check_inputs, check_kinds, check_mask, check_numbers, check_training
 from tf_syncbn.kernels.inference import normalize_by_averages
 from tf_syncbn.kernels.moments import packed
-from tf_syncbn.kernels.rows import accumulator, known_count
 from tf_syncbn.moving_averages import AveragedLayer, collect_updates, moving_average_steps, remember_layer, update_ops
 from tf_syncbn.renormalization import check_clipping, renorm_steps, square_root_of, with_corrections
 from tf_syncbn.whole_batch import Normalization, normalize_over_towers
 from towers.api.annotations import Tensor, TensorFn, TensorLike, VariableScope
-from towers.api.arguments import as_tensor
 from towers.meeting.exchanges import tower_here
 
 __all__ = ["sync_batch_norm"]
@@ -114,22 +112,19 @@ def sync_batch_norm(
     is_open = isinstance(name, tf.VariableScope)
     with tf.variable_scope(name, "batch_normalization", [inputs], reuse=reuse, auxiliary_name_scope=not is_open) as scope:
         scope.set_partitioner(None)
-        inputs = as_tensor(inputs, "inputs")
         momentum, renorm_momentum = (
             tf.convert_to_tensor(m) if isinstance(m, tf.Variable) else m for m in (momentum, renorm_momentum))
-        axis = check_axis(inputs, axis, scope.name)
+        inputs, layer = check_inputs(inputs, axis, scope.name)
         training = check_training(training, tower, scope.name)
         check_numbers((momentum, renorm_momentum), epsilon, group_size, tower, scope.name)
         limits = check_clipping(renorm_clipping, scope.name)
-        dtype = accumulator(inputs.dtype)
-        channels = tf.dimension_value(inputs.shape[axis])
 
         def variable(wanted, variable_name, initializer, is_trainable=False, regularizer=None, constraint=None):
             if not wanted:
                 return None
             collections = [tf.GraphKeys.GLOBAL_VARIABLES, tf.GraphKeys.MODEL_VARIABLES]
-            return tf.get_variable(variable_name, [channels], dtype, initializer=initializer, regularizer=regularizer,
-                                   constraint=constraint, trainable=is_trainable, collections=collections)
+            return tf.get_variable(variable_name, [layer.channels], layer.accumulator, initializer, regularizer, is_trainable,
+                                   collections, constraint=constraint)
 
         gamma = variable(scale, "gamma", gamma_initializer, trainable, gamma_regularizer, gamma_constraint)
         beta = variable(center, "beta", beta_initializer, trainable, beta_regularizer, beta_constraint)
@@ -141,23 +136,23 @@ def sync_batch_norm(
                        variable(True, "renorm_mean", moving_mean_initializer),
                        variable(True, "renorm_stddev", stddev_initializer)]
         gamma, beta, mean, variance = (  # a custom getter may hand out float16
-            v if v is None else tf.cast(tf.convert_to_tensor(v), dtype) for v in [gamma, beta] + moving[:2])
+            v if v is None else tf.cast(tf.convert_to_tensor(v), layer.accumulator) for v in [gamma, beta] + moving[:2])
         if training is False:
-            return tf.identity(normalize_by_averages(inputs, mean, variance, gamma, beta, epsilon, axis), name="output")
+            return tf.identity(normalize_by_averages(inputs, mean, variance, gamma, beta, epsilon, layer), name="output")
 
-        how = Normalization(axis, epsilon, group_size)
-        mask = check_mask(mask, inputs, axis, scope.name)
+        mask = check_mask(mask, layer, scope.name)
         when = None if training is True else training
         correct = functools.partial(with_corrections, training=when, mean=moving[3], stddev=moving[4], limits=limits,
                                     epsilon=epsilon, tower=tower) if renorm else None
         arguments = dict(momentum=momentum, updates_collections=updates_collections, unbiased=unbiased, fused=fused,
                          renorm=renorm, **({"renorm_momentum": renorm_momentum} if renorm else {}),
                          **{"renorm_clipping " + key: limits[key] for key in sorted(limits)})
+        how = Normalization(layer, epsilon, group_size)
         y, whole = normalize_over_towers(inputs, gamma, beta, how, tower, mask, when, (mean, variance), correct, arguments)
         if updates_collections != () and (tower is None or tower.is_first):
-            unbiased = fused is not False and _stores_unbiased(inputs, axis) if unbiased is None else bool(unbiased)
+            unbiased = fused is not False and _stores_unbiased(layer) if unbiased is None else bool(unbiased)
             updates = _updates(moving, whole, momentum, renorm_momentum, when, epsilon, unbiased, updates_collections, tower,
-                               known_count(inputs, axis, mask))
+                               layer.count if mask is None else None)
             averages = dict(zip([v.op.name for v in moving], _AVERAGED))
             of_all = packed(*whole)  # now: the graph may be finalized when it is asked for
             remember_layer(AveragedLayer(scope.name, averages, unbiased and not renorm, epsilon, lambda: of_all), tower)
@@ -181,7 +176,7 @@ def _updates(moving, moments, momentum, renorm_momentum, training, epsilon, unbi
                       renorm_keep=renorm_keep, epsilon=epsilon)
 
 
-def _stores_unbiased(inputs, axis):
+def _stores_unbiased(layer):
     """Tells whether `tf.layers` of this TensorFlow would store the unbiased variance: its fused kernel does."""
     fused_axes = {4: (1, 3)} if tf.__version__.startswith("1.") else {4: (1, 3), 5: (1, 4)}
-    return inputs.dtype != tf.float64 and axis in fused_axes.get(inputs.shape.rank, ())
+    return layer.dtype != tf.float64 and layer.axis in fused_axes.get(layer.shape.rank, ())

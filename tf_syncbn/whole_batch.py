@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import fused_op, reference
-from tf_syncbn.kernels.choose import Layer, Machine, choose
+from tf_syncbn.kernels import fused_op
+from tf_syncbn.kernels.choose import Machine, choose
 from tf_syncbn.kernels.graph_function import call, call_with_gradient
+from tf_syncbn.kernels.layer import Layer
 from tf_syncbn.kernels.merge import merge, merge_apart, merge_groups, merge_merged, with_count
 from tf_syncbn.kernels.moments import split
-from tf_syncbn.kernels.rows import along, known_count
+from tf_syncbn.kernels.plain import reference
+from tf_syncbn.kernels.rows import along
 from towers.context import span
 from towers.graph.gradient_hook import with_gradient
 from towers.graph.private import control_flow_now, is_deterministic, runs_onednn
@@ -26,12 +28,12 @@ class Normalization(NamedTuple):
     """How a layer normalizes.
 
     Attributes:
-      axis: int, the channels' axis, not negative.
+      layer: `Layer`, what it normalizes.
       epsilon: float, added to the variance.
       group_size: int, moments are shared by groups of so many consecutive towers; None is all towers.
       kernels, plain, takes_shares: see `tf_syncbn.kernels.choose.Strategy`; set here.
     """
-    axis: int
+    layer: Layer
     epsilon: float
     group_size: Any = None
     kernels: Any = reference
@@ -45,7 +47,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
     The tower meets the others once here, and once in each gradient.
 
     Args:
-      x: floating point tensor, C channels along `how.axis`.
+      x: floating point tensor, of which `how.layer` is.
       gamma, beta: tensors [C] of the accumulator's dtype, or None.
       how: `Normalization`.
       tower: the current `TowerContext`, or None outside of towers.
@@ -61,11 +63,12 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
       y: tensor of the shape and dtype of `x`.
       whole: the moments of all towers, a tuple, see `tf_syncbn.kernels.moments`.
     """
-    arguments = dict(arguments, axis=how.axis, epsilon=how.epsilon, group_size=how.group_size, mask=mask is not None,
+    layer = how.layer
+    arguments = dict(arguments, axis=layer.axis, epsilon=how.epsilon, group_size=how.group_size, mask=mask is not None,
                      scale=gamma is not None, center=beta is not None, training=True if training is None else training)
     with _span(tower, x, gamma, beta, mask, training, frozen):
-        layer, machine = Layer(x.shape, x.dtype, how.axis), machine_of(x, tower)
-        strategy, known = choose(layer, machine), known_count(x, how.axis, mask)
+        machine = machine_of(x, tower)
+        strategy, known = choose(layer, machine), layer.count if mask is None else None
         how = how._replace(kernels=strategy.kernels, plain=strategy.plain, takes_shares=strategy.takes_shares and mask is None)
         as_one_op = strategy.as_one_op(layer, machine)
         is_plain = known and training is None and correct is None and how.epsilon >= fused_op.LEAST_EPSILON
@@ -74,11 +77,11 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         if is_plain and as_one_op and machine.kind == "GPU" and (tower is None or tower.num_towers == 1):
             if tower is not None:
                 next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
-            y, whole = fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, how.axis))
+            y, whole = fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, layer.axis))
             return y, (whole, None, None)
         # Packed, the moments are fewer nodes of the graph; apart, fewer ops to start, which is what counts on a GPU.
         are_apart = as_one_op and machine.kind != "CPU" or training is not None
-        left = _Left(call(how.kernels.local_moments, x, mask, axis=how.axis), tf.dimension_value(x.shape[how.axis]), known,
+        left = _Left(call(how.kernels.local_moments, x, mask, axis=layer.axis), layer.channels, known,
                      are_apart and (tower is None or tower.meetings.peers is None))
         place, moments, whole, corrections = _moments_of(left, how, correct, tower, arguments)
         if corrections is not None:
@@ -100,10 +103,10 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
             x = _with_gradient(place, how, x, moments, x, optional)
             y, = with_gradient(
                 "TowersHandOn", lambda: [fused_op.normalize_images(x, mean, variance, gamma, beta, epsilon,
-                                                                   fused_op.data_format(x, how.axis))],
+                                                                   fused_op.data_format(x, layer.axis))],
                 ("FusedBatchNormV2", "FusedBatchNormV3"))
             return y, whole
-        y = call(how.kernels.normalize, x, packed, mean, variance, gamma, beta, axis=how.axis, epsilon=how.epsilon)
+        y = call(how.kernels.normalize, x, packed, mean, variance, gamma, beta, axis=layer.axis, epsilon=how.epsilon)
         return _with_gradient(place, how, y, moments, x, optional), whole
 
 
@@ -126,9 +129,9 @@ def moments_over_towers(x, axis, tower):
       Tensor [2C + 1] of the accumulator's dtype, see `tf_syncbn.kernels.merge.merge`. Gradients pass its means and variances.
     """
     with _span(tower, x):
-        kernels = choose(Layer(x.shape, x.dtype, axis), machine_of(x, tower)).kernels
-        packed, channels = call(kernels.local_moments, x, None, axis=axis), tf.dimension_value(x.shape[axis])
-        place, whole = _meet(_Left(packed, channels, known_count(x, axis)), None, (), tower, {"axis": axis})
+        layer = Layer(x.shape, x.dtype, axis)
+        packed = call(choose(layer, machine_of(x, tower)).kernels.local_moments, x, None, axis=axis)
+        place, whole = _meet(_Left(packed, layer.channels, layer.count), None, (), tower, {"axis": axis})
         return pass_with_gradient("SyncMoments", [whole, x], place, axis, "with_gradient")[0]
 
 
@@ -242,13 +245,14 @@ def _sync_batch_norm_gradient(op, dy, _, *d_given):
         x, given = op.inputs[1], iter(list(op.outputs[2:2 + num_moments]) + list(op.inputs[2 + num_moments:]))
         *moments, gamma, beta, mask, training = [next(given) if there else None for there in optional]
         count, moments = moments[0], _as_kernels_take(*moments)
-        options = {"axis": how.axis, "epsilon": how.epsilon}
+        options = {"axis": how.layer.axis, "epsilon": how.epsilon}
         with tf.name_scope("exchange"):
             sums, *scaled = call_with_gradient(how.kernels.gradient_sums, dy, x, *moments, gamma, masked=mask is not None,
                                                plain=how.plain.gradient_sums, **options)
             d_beta, d_gamma, scale = tf.unstack(sums)
             means = tf.concat([sums, _rows_of(d_moments)], 0) if d_moments else sums
-            divisor = Divisor(lambda: count if num_moments == 3 else count[:1], known_count(x, how.axis, mask), how.takes_shares)
+            known = how.layer.count if mask is None else None
+            divisor = Divisor(lambda: count if num_moments == 3 else count[:1], known, how.takes_shares)
             if place is not None:
                 means = cross_tower_sum_at(place, means, how.group_size, 2, divisor)  # row 2 is the scale, whose sum nobody takes
             elif not how.takes_shares:

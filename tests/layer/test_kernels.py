@@ -14,10 +14,12 @@ from tests.kernel_machines import MACHINES, running_on
 from tests.support import build, run, session
 from tests.sweeps import covering
 from tf_syncbn import whole_batch
-from tf_syncbn.kernels import choose as choice, reference
-from tf_syncbn.kernels.choose import STRATEGIES, Layer, Machine, choose
+from tf_syncbn.kernels import choose as choice
+from tf_syncbn.kernels.choose import STRATEGIES, Machine, choose
 from tf_syncbn.kernels.graph_function import call
+from tf_syncbn.kernels.layer import Layer
 from tf_syncbn.kernels.machines import eigen, eigen_tf1, onednn
+from tf_syncbn.kernels.plain import reference
 from tf_syncbn.whole_batch import machine_of
 
 EPSILON = 1e-3

@@ -48,8 +48,9 @@ ORDER = {
         *wing("estimators", "gradient_forms tower_optimizer steps metrics specs replication"),
         "testing", "launch"],
     "tf_syncbn": [
-        *("kernels." + name for name in ("graph_function", "rows", "sums", "local_moments", "moments", "fused_op", "merge",
-                                         "reference", "scaled_gradient", "own_gradient")),
+        *("kernels." + name for name in (
+            "graph_function", "rows", "layer", "sums", "local_moments", "moments", "fused_op", "merge")),
+        *wing("kernels.plain", "reference scaled_gradient own_gradient"),
         *wing("kernels.machines", "cudnn_unsized cudnn products onednn eigen_tf1 eigen eigen_plain"),
         *wing("kernels", "choose inference"),
         "arguments", "moving_averages", "renormalization", "whole_batch", "batch_norm", "slim",

@@ -8,6 +8,7 @@ import functools
 import tensorflow.compat.v1 as tf
 
 from tf_syncbn.conversion.peephole import ROOTS, Moments, find_moments
+from tf_syncbn.kernels.layer import Layer
 from tf_syncbn.kernels.moments import bessel, packed, parts, split
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
 from towers.graph.walk import end_of
@@ -68,7 +69,8 @@ class BatchNorms(Kernels):
         axis, = batch_norm.kept
         x = _with_channels(inputs[0], op, axis)
         conversions.meets_by_itself(op.outputs[0], "moments", inputs[1].dtype, [2 * tf.dimension_value(x.shape[axis]) + 1])
-        y, whole = normalize_over_towers(x, *inputs[1:3], Normalization(axis, op.get_attr("epsilon")), self._tower)
+        how = Normalization(Layer(x.shape, x.dtype, axis), op.get_attr("epsilon"))
+        y, whole = normalize_over_towers(x, *inputs[1:3], how, self._tower)
         self._whole[op] = whole
         return [y] + _batch_moments(op, whole, inputs) + [None] * (len(op.outputs) - 3)
 

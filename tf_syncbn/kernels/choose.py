@@ -6,30 +6,12 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import own_gradient, reference, scaled_gradient
 from tf_syncbn.kernels.fused_op import has_few_images
 from tf_syncbn.kernels.machines import cudnn, cudnn_unsized, eigen, eigen_plain, eigen_tf1, onednn, products
-from tf_syncbn.kernels.rows import accumulator, is_small, known_count
+from tf_syncbn.kernels.plain import own_gradient, reference, scaled_gradient
+from tf_syncbn.kernels.rows import is_small
 
-__all__ = ["Layer", "Machine", "STRATEGIES", "Strategy", "choose"]
-
-
-class Layer(NamedTuple):
-    """What of a layer decides on its kernels.
-
-    Attributes:
-      shape: `tf.TensorShape` of its input, of known rank.
-      dtype: `tf.DType` of its input.
-      axis: int, the channels' axis, not negative.
-    """
-    shape: tf.TensorShape
-    dtype: tf.DType
-    axis: int
-
-    @property
-    def is_last(self):
-        """Whether channels lie along the last axis."""
-        return self.axis == self.shape.rank - 1
+__all__ = ["Machine", "STRATEGIES", "Strategy", "choose"]
 
 
 class Machine(NamedTuple):
@@ -71,28 +53,27 @@ class Strategy(NamedTuple):
 
 def _takes_cudnn(layer, machine):
     takes_axis = layer.is_last or machine.kind == "GPU" and layer.axis == 1 and layer.shape.rank == 4
-    return machine.kind != "CPU" and takes_axis and accumulator(layer.dtype) == tf.float32 and has_few_images(layer)
+    return machine.kind != "CPU" and takes_axis and layer.accumulator == tf.float32 and has_few_images(layer)
 
 
 def _is_cudnns(layer, machine):
     # Of one value cuDNN's unbiased variance is no number.
-    return machine.kind == "GPU" and _takes_cudnn(layer, machine) and (known_count(layer, layer.axis) or 0) > 1
+    return machine.kind == "GPU" and _takes_cudnn(layer, machine) and (layer.count or 0) > 1
 
 
 def _has_few_channels(layer, machine):
-    channels = tf.dimension_value(layer.shape[layer.axis])
-    is_large = channels <= products.MOST_CHANNELS and not is_small(layer, products.LEAST_NUMBERS - 1)
+    is_large = layer.channels <= products.MOST_CHANNELS and not is_small(layer, products.LEAST_NUMBERS - 1)
     return _is_cudnns(layer, machine) and layer.dtype == tf.float32 and is_large
 
 
 def _is_cpus(layer, machine):
-    return machine.kind == "CPU" and layer.is_last and accumulator(layer.dtype) == tf.float32
+    return machine.kind == "CPU" and layer.is_last and layer.accumulator == tf.float32
 
 
 def _is_eigen_plain(layer, machine):
     # In float64 there is no fused op at all.
     small = is_small(layer) and machine.generation == 2 and not machine.onednn
-    return machine.kind == "CPU" and layer.is_last and (accumulator(layer.dtype) == tf.float64 or small)
+    return machine.kind == "CPU" and layer.is_last and (layer.accumulator == tf.float64 or small)
 
 
 def _is_image(layer, machine):

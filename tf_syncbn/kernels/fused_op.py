@@ -16,7 +16,7 @@ _MOST_IMAGES = 65535  # that cuDNN takes in inference mode: one of 65,536 is a "
 
 
 def standardize(x, mean, variance, scale, offset, axis, epsilon, row=0):
-    """Computes what `tf_syncbn.kernels.reference.standardize` does, by the fused op."""
+    """Computes what `tf_syncbn.kernels.plain.reference.standardize` does, by the fused op."""
     images, vectors = x, (mean, variance, *_or_ones_and_zeros(scale, offset, mean))
     if row:
         rows, vectors = join_rows(x, vectors, row)
@@ -44,14 +44,14 @@ def sums_kernel(plain):
 def own_gradient_kernel(plain):
     """Makes the kernel `gradient_sums` of a family whose tensor is `dx_i`: the fused gradient in training mode, of given moments.
 
-    With a mask it is `plain`. See `tf_syncbn.kernels.own_gradient`.
+    With a mask it is `plain`. See `tf_syncbn.kernels.plain.own_gradient`.
     """
     def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
         if masked:
             return plain(dy, x, count, mean, variance, gamma, masked=masked, axis=axis, epsilon=epsilon)
         _, mean, variance = parts(count, mean, variance)
         variance, epsilon, channels = _raised(variance, epsilon), max(epsilon, LEAST_EPSILON), tf.dimension_value(mean.shape[0])
-        with tf.control_dependencies([dy]):  # as in `tf_syncbn.kernels.reference`
+        with tf.control_dependencies([dy]):  # as in `tf_syncbn.kernels.plain.reference`
             dy, x = as_it_takes(dy), as_it_takes(x)
         data = tf.cast(_channels_of_one(dy, axis), mean.dtype) if gamma is None else gamma
         zeros, saved = _saved_of(variance, epsilon, data)
@@ -130,10 +130,10 @@ def data_format(x, axis):
     return "NHWC" if axis == x.shape.rank - 1 else "NCHW"
 
 
-def has_few_images(x):
-    """Tells whether cuDNN takes the fused op of `x`; a batch of unknown size does not count as large, unless of vectors."""
-    size = tf.dimension_value(x.shape[0])
-    return x.shape.rank > 2 if size is None else size <= _MOST_IMAGES
+def has_few_images(layer):
+    """Tells whether cuDNN takes a layer's fused op; a batch of unknown size does not count as large, unless of vectors."""
+    size = tf.dimension_value(layer.shape[0])
+    return layer.shape.rank > 2 if size is None else size <= _MOST_IMAGES
 
 
 def _raised(variance, epsilon):

@@ -4,10 +4,11 @@ Few ops, which is what a GPU waits for the host to start. The fused op's output 
 The gradient in training mode is deterministic, and the layout optimizer moves it along with its neighbours; that in inference
 mode is neither.
 """
-from tf_syncbn.kernels import fused_op, reference
+from tf_syncbn.kernels import fused_op
 from tf_syncbn.kernels.machines import cudnn_unsized
 from tf_syncbn.kernels.machines.cudnn_unsized import normalize
-from tf_syncbn.kernels.own_gradient import input_gradient_kernel
+from tf_syncbn.kernels.plain import reference
+from tf_syncbn.kernels.plain.own_gradient import input_gradient_kernel
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 

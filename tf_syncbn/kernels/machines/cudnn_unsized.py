@@ -2,8 +2,9 @@
 
 The gradient is the fused op's in inference mode, which takes towers without values as well.
 """
-from tf_syncbn.kernels import fused_op, scaled_gradient
-from tf_syncbn.kernels.reference import local_moments, product_kernels
+from tf_syncbn.kernels import fused_op
+from tf_syncbn.kernels.plain import scaled_gradient
+from tf_syncbn.kernels.plain.reference import local_moments, product_kernels
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 

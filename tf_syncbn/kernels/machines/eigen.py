@@ -4,7 +4,7 @@ The fused op starts anew in each row, so that short ones are joined.
 """
 from tf_syncbn.kernels.fused_op import standardize
 from tf_syncbn.kernels.local_moments import moments_kernel
-from tf_syncbn.kernels.reference import product_kernels, sums_kernel
+from tf_syncbn.kernels.plain.reference import product_kernels, sums_kernel
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 

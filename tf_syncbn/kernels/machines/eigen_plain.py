@@ -1,6 +1,6 @@
 """Eigen's plain ops on a CPU: for float64, which has no fused one, and on TensorFlow 2 for small tensors: they start faster."""
 from tf_syncbn.kernels.machines.eigen import gradient_sums, local_moments
-from tf_syncbn.kernels.reference import product_kernels, standardize
+from tf_syncbn.kernels.plain.reference import product_kernels, standardize
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 

@@ -1,7 +1,7 @@
 """oneDNN on a CPU: the fused op runs at the speed of memory, and its gradient gives both sums and `a dy` in one."""
 from tf_syncbn.kernels import fused_op
 from tf_syncbn.kernels.local_moments import moments_kernel
-from tf_syncbn.kernels.reference import product_kernels, sums_kernel
+from tf_syncbn.kernels.plain.reference import product_kernels, sums_kernel
 
 __all__ = ["gradient_sums", "input_gradient", "local_moments", "normalize"]
 

@@ -4,10 +4,11 @@ cuDNN's gradient gives each channel to one of a GPU's hundred and more processor
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import fused_op, scaled_gradient
+from tf_syncbn.kernels import fused_op
 from tf_syncbn.kernels.machines.cudnn import local_moments
 from tf_syncbn.kernels.machines.cudnn_unsized import input_gradient, normalize
 from tf_syncbn.kernels.moments import parts, stacked
+from tf_syncbn.kernels.plain import scaled_gradient
 from tf_syncbn.kernels.sums import channel_sums
 
 __all__ = ["LEAST_NUMBERS", "MOST_CHANNELS", "gradient_sums", "input_gradient", "local_moments", "normalize"]
@@ -16,7 +17,7 @@ LEAST_NUMBERS, MOST_CHANNELS = 1 << 22, 64
 
 
 def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
-    """See `tf_syncbn.kernels.reference.sums_kernel`."""
+    """See `tf_syncbn.kernels.plain.reference.sums_kernel`."""
     if masked:
         return scaled_gradient.gradient_sums(dy, x, count, mean, variance, gamma, masked=True, axis=axis, epsilon=epsilon)
     _, mean, variance = parts(count, mean, variance)

@@ -6,20 +6,21 @@ With the moments of all towers, a tower's `n_i` values a channel and their sums 
     dx = dx_i + a (S_i / n_i - S / n) + a r (T_i / n_i - T / n) (x - mean)
 
 The first is what cuDNN's gradient of a batch norm in training computes of moments that it is given. These kernels are those of
-`tf_syncbn.kernels.reference` but for that tensor `dx_i`, which stands in the place of `a dy`, for the scale, `a / n_i`, and for
-the sums over towers, of which they take the tower's share, `n_i S / n` and `n_i T / n`. With a mask there is none of this.
+`tf_syncbn.kernels.plain.reference` but for that tensor `dx_i`, which stands in the place of `a dy`, for the scale, `a / n_i`,
+and for the sums over towers, of which they take the tower's share, `n_i S / n` and `n_i T / n`. With a mask there is none of
+this.
 """
 import tensorflow.compat.v1 as tf
 
-from tf_syncbn.kernels import reference, scaled_gradient
 from tf_syncbn.kernels.moments import parts
+from tf_syncbn.kernels.plain import reference, scaled_gradient
 from tf_syncbn.kernels.rows import known_count
 
 __all__ = ["gradient_sums", "input_gradient", "input_gradient_kernel"]
 
 
 def gradient_sums(dy, x, count, mean, variance, gamma, *, masked, axis, epsilon):
-    """See `tf_syncbn.kernels.reference.sums_kernel`; returns `dx_i` behind the sums."""
+    """See `tf_syncbn.kernels.plain.reference.sums_kernel`; returns `dx_i` behind the sums."""
     how = {"axis": axis, "epsilon": epsilon}
     sums, scaled = scaled_gradient.gradient_sums(dy, x, count, mean, variance, gamma, masked=masked, **how)
     if masked:
@@ -35,12 +36,12 @@ def input_gradient_kernel(standardize, masked, cast=tf.cast):
     """Makes the kernel `input_gradient`.
 
     Args:
-      standardize: see `tf_syncbn.kernels.reference.product_kernels`.
+      standardize: see `tf_syncbn.kernels.plain.reference.product_kernels`.
       masked: the kernel that takes the place of this one where there is a mask.
       cast: a function that casts `x`, given the dtype of the moments, to one that `standardize` takes.
     """
     def input_gradient(dy, x, count, mean, variance, scale, sums, means, scaled, training, mask, *, axis, epsilon):
-        """See `tf_syncbn.kernels.reference.product_kernels`; `scaled` is `dx_i`."""
+        """See `tf_syncbn.kernels.plain.reference.product_kernels`; `scaled` is `dx_i`."""
         if scaled is None:
             return masked(dy, x, count, mean, variance, scale, None, means, None, training, mask, axis=axis, epsilon=epsilon)
         _, mean, variance = parts(count, mean, variance)

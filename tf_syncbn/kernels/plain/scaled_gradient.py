@@ -2,7 +2,7 @@
 
 What computes it by an op of its own keeps it in memory for it, which is slower than to multiply later.
 """
-from tf_syncbn.kernels.reference import input_gradient, sums_kernel
+from tf_syncbn.kernels.plain.reference import input_gradient, sums_kernel
 
 __all__ = ["gradient_sums", "input_gradient"]
 
