@@ -16,8 +16,8 @@ SEGMENTATION_DIR ?= runs/generated-segmentation
 PYENV_ALL := $(shell pyenv versions --bare 2>/dev/null | grep -E '^3\.(7|9|10|11|12|13)\.[0-9]+$$' | sort -t. -k2,2nr | paste -sd: -)
 WITH_ALL_PYTHONS := $(if $(PYENV_ALL),PYENV_VERSION=$(PYENV_ALL))
 
-.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-laws test-graph test-sweeps test-all lint \
-	types package clean
+.PHONY: train train-workers train-segmentation compare same-bits bench docs test test-laws test-graph test-sweeps test-all mutations \
+	lint types package clean
 
 train: $(VENV)/ready
 	$(RUN) -m examples.cifar10.train --num-towers 2 --depth 14 --batch-size 64 --epochs 6 --train-dir $(TRAIN_DIR)
@@ -70,6 +70,11 @@ test-sweeps: $(VENV)/ready
 test-all: $(VENV)/nox
 	$(WITH_ALL_PYTHONS) $(VENV)/bin/nox -s $(LANES) -- $(IN_PROCESSES)
 
+# What the tests miss: 60 single-line changes of the library, and which of them `make test` finds.
+mutations: $(VENV)/mutations
+	$(RUN) -m pytest $(IN_PROCESSES) -m "not laws and not sweep" --cov=towers --cov=tf_syncbn --cov-context=test --cov-report=
+	$(RUN) tools/mutations.py .coverage
+
 lint: $(VENV)/ready
 	$(RUN) -m flake8
 
@@ -102,4 +107,8 @@ $(VENV)/docs $(VENV)/types $(VENV)/package: $(VENV)/%: setup.cfg
 
 $(VENV)/nox: $(VENV)/ready
 	$(RUN) -m pip install --quiet nox
+	touch $@
+
+$(VENV)/mutations: $(VENV)/ready
+	$(RUN) -m pip install --quiet --editable ".[mutations]"
 	touch $@
