@@ -28,7 +28,7 @@ RULES = ("single_rows turns in_turn table pointwise reductions diagonals lists f
 ORDER = {
     "towers": [
         "version", *wing("api", "annotations arguments wording"), "context",
-        *wing("graph", "private walk gradient_hook ordering static_values functions copies inner_training draws keras3 "
+        *wing("graph", "op_types private walk gradient_hook ordering static_values functions copies inner_training draws keras3 "
               "assignment"),
         *wing("meeting", "turns meetings exchanges sums slices cross_tower global_loss"),
         *wing("devices", "placement sharing graph_collections variable_copies variable_placement"),
@@ -113,7 +113,7 @@ def test_ops_are_classified_where_rules_are():
         prefix + name for prefix in ("", "Ref") for name in ("Enter", "Exit", "Merge", "NextIteration", "Switch", "Identity")}
     outside = [path for package in ORDER for path in (ROOT / package).rglob("*.py") if "rules" not in path.parts]
     tables = ["%s:%d" % (path.relative_to(ROOT), line) for path in outside for line in op_tables(path, types)]
-    assert len(tables) <= 63, tables
+    assert len(tables) <= 47, tables
 
 
 def test_no_module_is_hidden_by_what_the_front_door_calls_by_its_name():

@@ -165,8 +165,7 @@ DIFFERENT = {
     "decay of an update": (lambda x, i: with_update(x, [0.1, 0.2][i]), r"value 0.1\d*, .* value 0.2"),
     "epsilon of a converted layer": (tf_syncbn.convert_model(lambda x, i: ordinary(x, [1e-3, 1e-5][i])), "value 0.001"),
     "axis of a converted layer": (
-        tf_syncbn.convert_model(lambda x, i: ordinary(x[..., :1] * tf.ones([4]), axis=[2, 3][i])), "axis"),
-    "epsilon of a converted fused layer": (tf_syncbn.convert_model(lambda x, i: fused(x, [1e-3, 1e-4][i])), "epsilon is 0.001"),
+        tf_syncbn.convert_model(lambda x, i: ordinary(x[..., :1] * tf.ones([4]), axis=[2, 3][i])), "reduction_indices"),
     "a function's": (lambda x, i: mean(tf.function(lambda y: tf.exp(y) if i else tf.tanh(y))(x)), "PartitionedCall"),
     "resizing": (lambda x, i: mean(tf.image.resize_bilinear(x, [7, 7], align_corners=i == 1)), "align_corners b: "),
     "one more output": (lambda x, i: {"loss": mean(x), "y": [tf.tanh(x), tf.sin(x)][i]}, "type Tanh, .* type Sin"),
@@ -179,6 +178,22 @@ def test_towers_that_differ_are_refused_by_name(name):
     model_fn, words = DIFFERENT[name]
     with pytest.raises(towers.TowerMismatchError, match="(?s)" + words):
         build(lambda x: model_fn(x, index()), (X[:4],), 2)
+
+
+def test_a_converted_fused_layer_of_another_epsilon_is_refused_by_name():
+    model_fn = tf_syncbn.convert_model(lambda x, i: fused(x, [1e-3, 1e-4][i]))
+    with pytest.raises(ValueError, match="(?s)tower_1/FusedBatchNorm.*is with 0.001"):
+        build(lambda x: model_fn(x, index()), (X[:4],), 2)
+
+
+def test_numbers_that_are_others_in_a_whole_batch_model_of_as_many_examples_are_refused_by_name():
+    numbers = iter([2.0, 2.0, 3.0])  # of tower 0, of the whole batch, of tower 1
+
+    def model_fn(x):
+        return mean(conv(x) * next(numbers))
+
+    with pytest.raises(towers.TowerMismatchError, match=r"examples differ: 'mul/y' has value 2.0, and in tower 1 value 3.0"):
+        build(towers.whole_batch(model_fn), (X[:4],), 2)
 
 
 def test_towers_that_read_other_parts_of_the_batch_are_refused_by_name():

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import QUOTIENTS, SAME_NUMBERS
 from towers.graph.private import position_of
 
 __all__ = ["ROOTS", "Moments", "find_moments"]
 
 ROOTS = ("Log", "Pow", "Rsqrt", "Sqrt")
-_FACTORS = ("Div", "DivNoNan", "Mul", "RealDiv")
-_SAME_VALUE = ("Cast", "CheckNumerics", "ExpandDims", "Identity", "Reshape", "Squeeze", "StopGradient")
 
 
 class Moments(NamedTuple):
@@ -110,7 +109,7 @@ def _summed(tensor):
     op = tensor.op
     if op.type in ("Mean", "Sum"):
         return [op.inputs[0]] + _summed(op.inputs[0])
-    if op.type in _FACTORS + _SAME_VALUE:
+    if op.type in QUOTIENTS | SAME_NUMBERS | {"Mul"}:
         return [found for source in op.inputs for found in _summed(source)]
     return []
 
@@ -125,7 +124,7 @@ def _squared(op):
 
 
 def _unchanged(op):
-    while op.type in _SAME_VALUE:
+    while op.type in SAME_NUMBERS:
         op = op.inputs[0].op
     return op
 

@@ -134,8 +134,8 @@ def _iterator(dataset):
 def _warn_of_examples(dataset):
     """Warns where axis 0 of what a data set hands out is surely none of a batch's."""
     # The one public function of all versions that leads to what a data set is made of.
-    made_of = {op.type for op in ancestors([tf.data.experimental.cardinality(dataset).op]) if "Dataset" in op.type}
-    made_of -= {"DatasetCardinality", "ExperimentalDatasetCardinality"}
+    made_of = {op.type for op in ancestors([tf.data.experimental.cardinality(dataset).op]) if "Dataset" in op.type
+               and not op.type.endswith("DatasetCardinality")}
     if made_of and all(kind.startswith(_UNBATCHED) for kind in made_of):
         warnings.warn("The data set %r hands out single examples, and axis 0 of each is taken for the batch that is divided over "
                       "towers: make batches by dataset.batch(...)." % (dataset,), TowersWarning, stacklevel=5)

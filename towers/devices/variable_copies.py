@@ -6,7 +6,7 @@ that outlive the step would cross between devices as often, once a step, and be 
 """
 import tensorflow.compat.v1 as tf
 
-from towers.graph.ordering import READS
+from towers.graph.op_types import READS
 from towers.graph.private import control_flow_now, control_flow_of, rewire
 from towers.graph.walk import ancestors, is_ref, op_of, reads_of, writes_of
 

@@ -6,8 +6,9 @@ import tensorflow.compat.v1 as tf
 
 from towers.api.wording import TowersWarning
 from towers.devices.placement import HOST, check_device
+from towers.graph.op_types import VARIABLES
 from towers.graph.private import is_in_loop
-from towers.graph.walk import VARIABLES, is_ref
+from towers.graph.walk import is_ref
 
 __all__ = ["TowerDevices", "placement_of", "warn_of_other_devices", "warn_of_stale_reads"]
 

@@ -5,14 +5,13 @@ against the gradients themselves when these exist.
 """
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import ENTERS, HANDS_ON, LOOKS_UP, READS, VARIABLES
 from towers.graph.private import is_differentiable
-from towers.graph.walk import VARIABLES
 
 __all__ = ["DENSE", "NONE", "SPARSE", "gradient_forms"]
 
 NONE, DENSE, SPARSE = "None", "a tensor", "tf.IndexedSlices"
-_HAND_ON = frozenset(["Identity", "ReadVariableOp", "Enter", "RefEnter", "RefIdentity", "IdentityN"])
-_ROWS = frozenset(["Gather", "ResourceGather"])
+_HAND_ON = HANDS_ON | READS | ENTERS | {"RefIdentity"} | {"IdentityN"}
 
 
 def gradient_forms(loss, variables):
@@ -68,7 +67,7 @@ def _takes_rows(op, tensor, reached, seen):
         return all(_takes_rows_alone(out, reached, seen) for out in _handed_on(op, tensor))
     if op.type == "GatherV2":
         return op.inputs[0] is tensor and _is_zero(op.inputs[2]) and not op.get_attr("batch_dims")
-    return op.type in _ROWS and op.inputs[0] is tensor
+    return op.type in LOOKS_UP and not op.type.endswith("Nd") and op.inputs[0] is tensor
 
 
 def _handed_on(op, tensor):

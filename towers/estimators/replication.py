@@ -20,8 +20,9 @@ from towers.estimators.specs import joined, joined_exports, tensors_of_export
 from towers.estimators.steps import build_train_op, leaves_of_group
 from towers.estimators.tower_optimizer import Asked
 from towers.graph.inner_training import applies_gradients
+from towers.graph.op_types import VARIABLES
 from towers.graph.private import control_flow_of
-from towers.graph.walk import VARIABLES, ancestors, op_of, writes_of
+from towers.graph.walk import ancestors, op_of, writes_of
 from towers.meeting.meetings import Meetings
 from towers.meeting.turns import TowerMismatchError
 from towers.state.own_data import takes_own_data

@@ -6,8 +6,9 @@ bits that the original would.
 """
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import CALLS, EXITS
 from towers.graph.private import take_in
-from towers.graph.walk import CALLS, EXITS, ancestors, is_ref, op_of
+from towers.graph.walk import ancestors, is_ref, op_of
 
 __all__ = ["GraphCopy"]
 

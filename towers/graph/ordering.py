@@ -2,14 +2,13 @@
 import tensorflow.compat.v1 as tf
 
 from towers.graph.gradient_hook import with_gradient
+from towers.graph.op_types import CALLS, ENTERS, READS
 from towers.graph.private import (control_flow_now, control_flow_of, outer_control_flow, rewire, run_after, wait_only_for,
                                   waiting_for)
-from towers.graph.walk import CALLS, ENTERS, ancestors, descendants, is_ref, variable_of, written_variable
+from towers.graph.walk import ancestors, descendants, is_ref, variable_of, written_variable
 
-__all__ = ["READS", "copy_before_writes", "order_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
+__all__ = ["copy_before_writes", "order_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
            "value_before_writes"]
-
-READS = ("Identity", "ReadVariableOp")
 
 
 def read_after(op, earlier, movable, ops_of_tower):

@@ -136,7 +136,7 @@ def position_of(op):
 
 def run_after(op, earlier):
     """Makes an op that exists already run after the ops `earlier`."""
-    if op.type in ("StatelessWhile", "While"):  # to which tf.gradients adds inputs, as it can't behind what the op waits for
+    if op.type.endswith("While"):  # to which tf.gradients adds inputs, as it can't behind what the op waits for
         with op.graph.as_default(), tf.device(op.device), tf.control_dependencies(list(earlier)):
             rewire(op, 0, tf.identity(op.inputs[0]))
     else:

@@ -2,22 +2,15 @@
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import BRANCHES, CALLS, ENTERS, LOOPS_BACK, SWITCHES, VARIABLES
 from towers.graph.private import taken_from_outside, waiting_for
 
-__all__ = ["ADDS", "BRANCHES", "CALLS", "ENTERS", "EXITS", "LOOPS_BACK", "MERGES", "VARIABLES", "ancestors", "calls_of",
-           "computes_the_same", "descendants", "end_of", "in_circles", "is_ref", "is_variable", "op_of", "reads_of",
-           "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
+__all__ = ["ancestors", "calls_of", "computes_the_same", "descendants", "end_of", "in_circles", "is_ref", "is_variable", "op_of",
+           "reads_of", "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
-ADDS = frozenset(["Add", "AddV2"])
-VARIABLES = frozenset(["Variable", "VariableV2", "VarHandleOp"])
 _RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
                                "VarIsInitializedOp", "DestroyResourceOp"])
-# Of control flow 1: the ways into a loop, out of it, and what joins two ways; then the circles in a graph.
-ENTERS, EXITS, MERGES = frozenset(["Enter", "RefEnter"]), frozenset(["Exit", "RefExit"]), frozenset(["Merge", "RefMerge"])
-LOOPS_BACK = frozenset(["NextIteration", "RefNextIteration"])
-_PASSED_ON = ENTERS | {"Identity", "RefIdentity", "Switch", "RefSwitch"}  # by a variable on its way in
-CALLS = frozenset(["If", "Case", "While", "StatefulPartitionedCall"])  # those that may write
-BRANCHES = frozenset(["If", "StatelessIf", "Case", "StatelessCase"])  # their first input chooses
+_PASSED_ON = ENTERS | SWITCHES | {"Identity", "RefIdentity"}  # by a variable on its way in
 _NO_WRITERS = _RESOURCE_READERS | CALLS  # of what they are given
 _NO_READERS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
 _REF_READERS = frozenset(["RefMerge", "RefSelect", "RefExit", "RefNextIteration", "IsVariableInitialized"])

@@ -12,9 +12,10 @@ import tensorflow.compat.v1 as tf
 from towers.api.wording import TowersWarning, some_of
 from towers.batches.shares import by_name
 from towers.graph.gradient_hook import detail_of
+from towers.graph.op_types import VARIABLES
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
-from towers.graph.walk import VARIABLES, computes_the_same, descendants, end_of, writes_of
+from towers.graph.walk import computes_the_same, descendants, end_of, writes_of
 from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated, TakenByPlace
 from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
 from towers.sharding.plan.given import Given

@@ -159,7 +159,7 @@ class _Build:
     """What the towers of one build have in common: for each call of the model function, the twin and the first tower's plan."""
 
     def __init__(self, kernels):
-        self._twins, self._plans, self._calls, self._chosen = {}, {}, {}, {}
+        self._twins, self._plans, self._calls, self._chosen, self._sizes = {}, {}, {}, {}, {}
         self._kernels = kernels
 
     def call(self, model_fn, args, tower, only, of_any_size):
@@ -207,6 +207,8 @@ class _Build:
             unknown.sort(key=lambda op: (op.type == "Const", position_of(op)))
             raise Refused("the model function makes %r in a tower, and nothing like it for the whole batch. Hand "
                           "the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])." % unknown[0].name)
+        if twin is not None:
+            self._check_sizes((turn, batch.own), needed, twin, tower)
         given = dict(batch.placements)
         given.update(((op, 0), Own()) for op in tower.meetings.stand_ins if op in needed and op not in layers)
         of_each = {op for first, last in tower.own_examples for op in made_here[first:last]}
@@ -238,6 +240,16 @@ class _Build:
         chosen = [bool(only(_scope_of(op, tower))) for op in ops]
         first = self._chosen.setdefault(turn, chosen)
         return {op for op, is_chosen in zip(ops, first if len(first) == len(chosen) else chosen) if is_chosen}.__contains__
+
+    def _check_sizes(self, turn_and_own, ops, twin, tower):
+        """Holds numbers, of which some are of the tower's size, against those of an earlier tower of that size."""
+        mine = {tower.relative(op.name): tf.get_static_value(op.outputs[0]) for op in ops if twin.constant(op) is not None}
+        first = self._sizes.setdefault(turn_and_own, mine)
+        for name in sorted(mine.keys() & first.keys()):
+            if mine[name].tobytes() != first[name].tobytes():
+                raise TowerMismatchError(
+                    "towers.whole_batch: towers of as many examples differ: %r has value %s, and in tower %d value %s. The model "
+                    "function has to build the same each time." % (name, first[name], tower.index, mine[name]))
 
     def _check_alike(self, turn, steps, tower):
         first = self._plans.setdefault(turn, steps)

@@ -4,13 +4,14 @@ The twin of an op has its type, attributes and inputs: the same tensors from out
 among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
 in one tower is the twin of the first in the other, and so with writes. What an op waits for is not compared.
 """
+from towers.graph.op_types import ENTERS, HANDS_ON, LOOKS_UP, LOOPS_BACK, STOPS, VARIABLES
 from towers.graph.private import control_flow_of, taken_from_outside
-from towers.graph.walk import ENTERS, LOOPS_BACK, is_ref
+from towers.graph.walk import is_ref
 
 __all__ = ["find_twins"]
 
-_SAME_VALUE = frozenset(["CheckNumerics", "CheckNumericsV2", "Identity", "IdentityN", "PreventGradient", "Print", "StopGradient"])
-_STATE = frozenset(["VarHandleOp", "Variable", "VariableV2", "ReadVariableOp", "ResourceGather", "ResourceGatherNd"])
+_SAME_VALUE = HANDS_ON | STOPS | {"IdentityN"}
+_STATE = VARIABLES | {"ReadVariableOp"} | {op_type for op_type in LOOKS_UP if op_type.startswith("Resource")}
 
 
 def find_twins(first, other, functions, writes, steps_before):

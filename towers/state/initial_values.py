@@ -8,12 +8,11 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.api.wording import TowersWarning, some_of
+from towers.graph.op_types import OF_SHAPES
 from towers.graph.walk import ancestors, end_of, is_variable, op_of
 from towers.state.own_data import own_leaves, takes_own_data
 
 __all__ = ["warn_of_initial_values"]
-
-_OF_SHAPES = frozenset(["OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"])  # what values of examples do not change
 
 
 def warn_of_initial_values(towers, batches, added, stacklevel=4):
@@ -29,7 +28,7 @@ def warn_of_initial_values(towers, batches, added, stacklevel=4):
     if first.context.num_towers == 1:
         return
     made, own = set(first.ops), own_leaves(batches, first.context.meetings.peers)[0]
-    stop = {op for op in first.ops if op.type in _OF_SHAPES or _takes_first_rows(op, own)}
+    stop = {op for op in first.ops if op.type in OF_SHAPES or _takes_first_rows(op, own)}
     variables = {item.op: item for items in added.values() for item in items if is_variable(item)}
     found = [op for op, variable in variables.items() if variable.initializer in made and takes_own_data(
         [variable.initializer], first.context, stop, own)]

@@ -12,15 +12,16 @@ import tensorflow.compat.v1 as tf
 
 from towers.batches.rows import is_sparse
 from towers.graph.functions import MADE_UP, Functions
+from towers.graph.op_types import ADDS, ENTERS, HANDS_ON, VARIABLES
 from towers.graph.private import taken_from_outside
-from towers.graph.walk import ADDS, VARIABLES, end_of, tensors_of
+from towers.graph.walk import end_of, tensors_of
 from towers.meeting.turns import TowerMismatchError, without_numbers
 from towers.state.lookups import looked_up
 
 __all__ = ["check_alike"]
 
 # Ops that hand on their first input, whatever else they do.
-_HANDED_ON = frozenset(["Identity", "Enter", "RefEnter", "Print", "CheckNumerics", "CheckNumericsV2", "Snapshot", "DeepCopy"])
+_HANDED_ON = HANDS_ON | ENTERS
 # What data come from, for each tower its own: a model function may take them from outside of its arguments.
 _DATA = frozenset(["Placeholder", "IteratorGetNext", "IteratorGetNextSync", "Split", "SplitV", "Unpack", "QueueDequeueV2",
                    "QueueDequeueManyV2", "QueueDequeueUpToV2"])

@@ -3,8 +3,9 @@
 An op of tower 0 that takes the place of a later tower's waits for nothing of what that one waited for: a sum of the tower's own
 examples that is written first, or in the same branch of a tf.cond. Such effects have to happen all the same.
 """
+from towers.graph.op_types import CALLS
 from towers.graph.private import branches_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for, waiting_for
-from towers.graph.walk import CALLS, ancestors, descendants, is_ref
+from towers.graph.walk import ancestors, descendants, is_ref
 
 __all__ = ["OwnEffects"]
 

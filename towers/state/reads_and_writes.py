@@ -2,7 +2,7 @@
 import tensorflow.compat.v1 as tf
 
 from towers.graph.draws import drawing
-from towers.graph.ordering import READS
+from towers.graph.op_types import READS
 from towers.graph.private import control_flow_now, control_flow_of, waiting_for
 from towers.graph.walk import ancestors, end_of, is_ref, is_variable, op_of, reads_of
 

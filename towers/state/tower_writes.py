@@ -14,10 +14,10 @@ import tensorflow.compat.v1 as tf
 
 from towers.api.wording import TowersWarning, some_of
 from towers.graph.functions import Functions
-from towers.graph.ordering import READS, copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
+from towers.graph.op_types import CALLS, LOOKS_UP, READS
+from towers.graph.ordering import copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
 from towers.graph.private import control_flow_now, control_flow_of, rewire
-from towers.graph.walk import (CALLS, ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of,
-                               written_variables)
+from towers.graph.walk import ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables
 from towers.meeting.turns import TowerMismatchError
 from towers.state.asked_steps import AskedSteps
 from towers.state.equal_ops import find_twins
@@ -30,7 +30,6 @@ __all__ = ["settle_state"]
 
 _FEW = 2000  # ops that are soon walked through
 # Reads of a few rows of what may be large: not worth a copy of all of it.
-_OF_ROWS = ("Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd")
 
 
 def settle_state(towers, batches, collections):
@@ -131,7 +130,7 @@ class _State:
 
     def _results_and_reads(self, variable, view):
         results = [result for op in view.writes_to(variable) for result in view.results(op)]
-        return results + [use for use, _ in view.uses(variable) if use.type in READS + _OF_ROWS]
+        return results + [use for use, _ in view.uses(variable) if use.type in READS | LOOKS_UP]
 
     def settle(self, variable):
         writes = [view.writes_to(variable) for view in self._views]
@@ -251,7 +250,7 @@ class _State:
             return
         snapshots, outer, is_after = {}, control_flow_now(variable.graph), _is_after(writes + self._steps.after(writes))
         for view, use, index in uses:
-            copied = index is not None and use.type not in _OF_ROWS and control_flow_of(use.inputs[index].op) is outer
+            copied = index is not None and use.type not in LOOKS_UP and control_flow_of(use.inputs[index].op) is outer
             results = [use] if copied else view.results(use)
             if use in self._stands_for or self._stands_for.keys() >= set(results) or is_after(results):
                 continue

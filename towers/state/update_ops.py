@@ -13,9 +13,10 @@ from towers.api.arguments import check
 from towers.api.wording import TowersWarning
 from towers.context import check_graph
 from towers.graph.keras3 import CURE, made_by_keras3
-from towers.graph.ordering import READS, read_after
+from towers.graph.op_types import BRANCHES, EXITS, MERGES, READS
+from towers.graph.ordering import read_after
 from towers.graph.private import control_flow_now, control_flow_of, outer_control_flow
-from towers.graph.walk import BRANCHES, EXITS, MERGES, ancestors, is_variable, op_of, written_variable, written_variables
+from towers.graph.walk import ancestors, is_variable, op_of, written_variable, written_variables
 from towers.meeting.exchanges import stands_at_exchange
 from towers.replicas import TOWERS, Towers
 from towers.state.own_data import takes_own_data
@@ -223,7 +224,7 @@ def _first_read(tower, names):
         op = stack.pop()
         if op.name in names:
             return op.name
-        is_choice = op.type in _CHOICES or op.type in ("Select", "SelectV2") and op.inputs[0].shape.rank == 0
+        is_choice = op.type in _CHOICES or op.type.startswith("Select") and op.inputs[0].shape.rank == 0
         if op not in seen and not is_choice and op not in tower.context.meetings.stand_ins and not stands_at_exchange(op):
             stack.extend(tensor.op for tensor in op.inputs)
         seen.add(op)

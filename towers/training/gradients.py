@@ -20,7 +20,7 @@ from towers.batches.empty_batches import tell_shapes
 from towers.batches.shares import checked_loss, scalar_loss
 from towers.context import check_graph
 from towers.graph.gradient_hook import detail_of, with_gradient
-from towers.graph.ordering import READS
+from towers.graph.op_types import READS
 from towers.meeting.slices import are_slices, join_slices, with_numbers
 from towers.meeting.sums import mean_in_order, sum_in_order
 from towers.meeting.turns import TowerMismatchError

@@ -5,13 +5,13 @@ The graph still holds them. Only ops are passed that change no value: what is fo
 """
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import ENTERS, HANDS_ON, QUOTIENTS, READS, SAME_NUMBERS
 from towers.graph.private import gradient_of, taken_from_outside
 from towers.graph.static_values import static_value
 from towers.graph.walk import computes_the_same, variable_of
 
 __all__ = ["find_logits", "looks_like"]
 
-_HANDED_ON = ("Identity", "Snapshot")
 _REDONE = {  # ops that move values or name their type anew, and how another tensor goes through
     "Reshape": lambda op, tensor: tf.reshape(tensor, op.inputs[1]),
     "ExpandDims": lambda op, tensor: tf.expand_dims(tensor, op.inputs[1]),
@@ -69,7 +69,7 @@ def _walk_back(outputs, axis):
         logits = _of_exponentials(op, axis)
         if logits is not None:
             return logits, passed, waits
-        if op.type not in _HANDED_ON:
+        if op.type not in HANDS_ON:
             axis = _axis_before(op, axis)
             if axis is None:
                 return None
@@ -85,12 +85,12 @@ def looks_like(outputs, axis):
     with a variable kernel or bias.
     """
     tensor, is_moved = outputs, False
-    while tensor.op.type in _HANDED_ON + _AVERAGES + tuple(_REDONE):
+    while tensor.op.type in HANDS_ON.union(_AVERAGES, _REDONE):
         is_moved = is_moved or tensor.op.type in _REDONE and tensor.op.type != "Cast"
         tensor = tensor.op.inputs[0]
     op = tensor.op
     of_classes = op.type == "Softmax" and axis == outputs.shape.rank - 1 or (
-        op.type in ("RealDiv", "Div", "DivNoNan") and _is_sum(op.inputs[1], op.inputs[0], axis))
+        op.type in QUOTIENTS and _is_sum(op.inputs[1], op.inputs[0], axis))
     if op.type == "Sigmoid" or of_classes and not is_moved:
         return "probabilities"
     if op.type in _LINEAR and any(_is_variable(part) for part in op.inputs) and not any(map(_ends_in_softmax, op.inputs)):
@@ -99,7 +99,7 @@ def looks_like(outputs, axis):
 
 
 def _ends_in_softmax(tensor):
-    while tensor.op.type in _HANDED_ON + tuple(_REDONE):
+    while tensor.op.type in HANDS_ON.union(_REDONE):
         tensor = tensor.op.inputs[0]
     return tensor.op.type == "Softmax"
 
@@ -107,8 +107,7 @@ def _ends_in_softmax(tensor):
 def _is_variable(tensor):
     while True:
         outside = taken_from_outside(tensor.op)
-        if outside is None and tensor.op.type not in (
-                "Identity", "ReadVariableOp", "Cast", "Reshape", "ExpandDims", "Squeeze", "Enter", "RefEnter"):
+        if outside is None and tensor.op.type not in SAME_NUMBERS | READS | ENTERS:
             break
         tensor = tensor.op.inputs[0] if outside is None else outside
     return variable_of(tensor.op) is not None
@@ -125,7 +124,7 @@ def _is_sum(total, tensor, axis):
 
 def _of_exponentials(op, axis):
     """Returns what the exponentials are of that `op` divides by their sum, less what is subtracted from all classes alike."""
-    if op.type not in ("RealDiv", "Div") or op.inputs[0].op.type != "Exp" or not _is_sum(op.inputs[1], op.inputs[0], axis):
+    if op.type not in QUOTIENTS or op.inputs[0].op.type != "Exp" or not _is_sum(op.inputs[1], op.inputs[0], axis):
         return None
     exponent = op.inputs[0].op.inputs[0]
     if exponent.op.type == "Sub":

@@ -11,8 +11,9 @@ from typing import NamedTuple, Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import ENTERS, LOOPS_BACK, MERGES, SAME_NUMBERS
 from towers.graph.private import control_flow_of, is_loop, outer_control_flow, position_of
-from towers.graph.walk import ENTERS, LOOPS_BACK, MERGES, end_of
+from towers.graph.walk import end_of
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import AsPartial, Decision, Node, Numbered, OwnRows, Refused, Replicated
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, OneRow, Own, Partial, PartialMean,
@@ -25,8 +26,7 @@ from towers.sharding.rules.table import RULES, Rule, decide
 __all__ = ["Facts", "Plan", "loop_of", "meets_for", "propagate", "propagate_with_turns"]
 
 # Of one input, each as large as it: where a sum's parts meet, they meet in front of these, once for all readers.
-_HANDING_ON = frozenset(["Cast", "CheckNumerics", "ExpandDims", "Identity", "Neg", "Reshape", "Snapshot", "Squeeze",
-                         "StopGradient", "Transpose"])
+_HANDING_ON = SAME_NUMBERS | {"Neg"} | {"Transpose"}
 
 
 class Facts:

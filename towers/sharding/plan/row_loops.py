@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph.functions import MADE_UP
+from towers.graph.op_types import ADDS
 from towers.graph.private import position_of
-from towers.graph.walk import ADDS
 
 __all__ = ["JOINS", "Join", "attributes_of", "join_of", "own_of_turns", "parts_of", "turns_added_up"]
 

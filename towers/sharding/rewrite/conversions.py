@@ -17,6 +17,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.api.annotations import Shape
 from towers.context import may_differ
+from towers.graph.op_types import OF_SHAPES
 from towers.graph.private import control_flow_of, within_control_flow
 from towers.graph.walk import end_of, is_ref
 from towers.meeting.cross_tower import all_gather, all_reduce
@@ -328,7 +329,7 @@ class Conversions:
         elements = placement.array()
         if not any(each is COMPUTED or isinstance(each, Additive) and each.times is None for each in elements.ravel()):
             return self._of_elements(tensor, elements)
-        if tensor.op.type in ("Shape", "Size", "ShapeN"):
+        if tensor.op.type in OF_SHAPES:
             sources = self._plan.inputs[tensor.op]
             return self._whole_shape(sources[tensor.value_index if tensor.op.type == "ShapeN" else 0], tensor)
         op = tensor.op

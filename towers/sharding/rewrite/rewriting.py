@@ -7,10 +7,10 @@ made anew with its new inputs, and so are those behind it.
 import tensorflow.compat.v1 as tf
 
 from towers.context import may_differ
-from towers.graph.ordering import READS
+from towers.graph.op_types import ENTERS, EXITS, LOOPS_BACK, MERGES, READS, SWITCHES
 from towers.graph.private import (choose_by, chooses_by, control_flow_now, control_flow_of, is_loop, outer_control_flow,
                                   put_in_flow, rewire, take_into_flow, wait_only_for, waits_for_branch_alone, within_control_flow)
-from towers.graph.walk import ENTERS, EXITS, LOOPS_BACK, MERGES, end_of, is_ref
+from towers.graph.walk import end_of, is_ref
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import InTurn, Partial, PartialMean, Replicate, Shard
 from towers.sharding.rewrite.carrying import carry_out
@@ -20,7 +20,7 @@ __all__ = ["Rewriting"]
 
 _OF_A_SHAPE = frozenset(["AccumulateNV2", "EnsureShape", "PlaceholderWithDefault"])  # which an attribute says
 _OF_ELEMENTS = {"TensorArrayGatherV3": "element_shape", "TensorArrayConcatV3": "element_shape_except0"}  # the same of a list's
-_WAYS_IN = ENTERS | {"Switch", "RefSwitch"}
+_WAYS_IN = ENTERS | SWITCHES
 
 
 class Rewriting:
@@ -143,7 +143,7 @@ class Rewriting:
             op = now.op
             if _is_way_in(op, flow):
                 found = self._outside_of_flow(op.inputs[0])
-            elif not _is_read(op) and (op.type in ("Merge", "NextIteration", "Exit") or op.op_def is None
+            elif not _is_read(op) and (op.type in MERGES | LOOPS_BACK | EXITS or op.op_def is None
                                        or op.op_def.is_stateful or any(map(is_ref, op.inputs))):
                 raise Refused("towers would have to meet about %r within a tf.cond or tf.while_loop, by what is "
                               "known only there (%s)" % (tensor.name, op.type))

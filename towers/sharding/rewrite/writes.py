@@ -3,9 +3,10 @@
 Elsewhere `towers.state` lets the first tower's stand for the others'. No op of it can stand for one in a branch, whose results
 pass gradients on, too; but of most writes in branches nothing is computed, they are only waited for.
 """
+from towers.graph.op_types import CALLS
 from towers.graph.ordering import takers_of
 from towers.graph.private import control_flow_now, control_flow_of, wait_only_for, waiting_for
-from towers.graph.walk import CALLS, ancestors, descendants, end_of, op_of, writes_of
+from towers.graph.walk import ancestors, descendants, end_of, op_of, writes_of
 from towers.sharding.nodes import Replicated
 from towers.sharding.placements import Replicate
 

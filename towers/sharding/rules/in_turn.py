@@ -4,9 +4,10 @@ Such a loop stays each tower's own, as what its turns make of their examples is 
 they add up is a sum's parts. What does not fit, the number of a turn in use as a number say, is refused, and the loop is made the
 whole batch's then.
 """
+from towers.graph.op_types import ENTERS, EXITS, MERGES, VARIABLES
 from towers.graph.private import chosen_by, control_flow_of
 from towers.graph.static_values import static_value
-from towers.graph.walk import ENTERS, EXITS, MERGES, VARIABLES, end_of
+from towers.graph.walk import end_of
 from towers.sharding.bodies import BODIES, is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn

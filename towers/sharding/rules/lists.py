@@ -1,9 +1,9 @@
 """Where control flow 1 comes together again, and the lists that its loops read and write."""
 import numpy as np
 
+from towers.graph.op_types import LOOPS_BACK
 from towers.graph.private import control_flow_of, is_loop, outer_control_flow
 from towers.graph.static_values import static_value
-from towers.graph.walk import LOOPS_BACK
 from towers.sharding.nodes import Numbered, OwnRows, Refused, Replicated, Unfit
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Replicate, RowNumbers, Rows, Running,
                                         Shard, Size, Turn, moved, size_of)

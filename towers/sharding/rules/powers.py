@@ -9,9 +9,10 @@ from typing import FrozenSet, NamedTuple, Optional, Tuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import MERGES
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
-from towers.graph.walk import MERGES, end_of
+from towers.graph.walk import end_of
 from towers.meeting.exchanges import stands_at_exchange
 from towers.sharding.placements import Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard, Size
 from towers.sharding.rules import movement, pointwise

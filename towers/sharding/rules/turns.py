@@ -5,9 +5,10 @@ What such a loop is, and what its turns read and hand on; `towers.sharding.rules
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import LOOPS_BACK, MERGES
 from towers.graph.private import condition_of, control_flow_of, is_loop, outer_control_flow
 from towers.graph.static_values import static_value
-from towers.graph.walk import LOOPS_BACK, MERGES, end_of
+from towers.graph.walk import end_of
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import BATCH, Additive, Listed, RowNumbers, Shard, Turn, size_of
 
