@@ -13,6 +13,7 @@ import ast
 import collections
 import concurrent.futures
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -160,8 +161,9 @@ def try_out(change, tests, folder):
     source = path.read_text()
     path.write_text(change.of(source))
     try:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", *tests], cwd=folder,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIME_LIMIT, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", *tests], cwd=folder, text=True,
+            env=dict(os.environ, PYTHONPATH=str(folder)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIME_LIMIT)
     except subprocess.TimeoutExpired:
         return "does not end"
     finally:
