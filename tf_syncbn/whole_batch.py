@@ -77,7 +77,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
         if is_plain and as_one_op and machine.kind == "GPU" and (tower is None or tower.num_towers == 1):
             if tower is not None:
                 next_place("sync_batch_norm", [], arguments=arguments)  # for what it checks
-            y, whole = fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, fused_op.data_format(x, layer.axis))
+            y, whole = fused_op.normalize_images_alone(x, gamma, beta, how.epsilon, layer)
             return y, (whole, None, None)
         # Packed, the moments are fewer nodes of the graph; apart, fewer ops to start, which is what counts on a GPU.
         are_apart = as_one_op and machine.kind != "CPU" or training is not None
@@ -103,7 +103,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
             x = _with_gradient(place, how, x, moments, x, optional)
             y, = with_gradient(
                 "TowersHandOn", lambda: [fused_op.normalize_images(x, mean, variance, gamma, beta, epsilon,
-                                                                   fused_op.data_format(x, layer.axis))],
+                                                                   fused_op.data_format(layer, layer.axis))],
                 ("FusedBatchNormV2", "FusedBatchNormV3"))
             return y, whole
         y = call(how.kernels.normalize, x, packed, mean, variance, gamma, beta, axis=layer.axis, epsilon=how.epsilon)

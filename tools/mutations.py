@@ -196,7 +196,7 @@ def main():
 
     with concurrent.futures.ThreadPoolExecutor(arguments.processes) as pool:
         waiting = [pool.submit(attempt, change) for change in changes]
-        for done in tqdm.tqdm(concurrent.futures.as_completed(waiting), total=len(waiting), unit="change"):
+        for done in tqdm.tqdm(concurrent.futures.as_completed(waiting), total=len(waiting), unit="change", disable=None):
             change, result = done.result()
             old = (ROOT / change.path).read_text().split("\n")[change.line - 1]
             tqdm.tqdm.write("%-9s %s:%d: %s -> %s  (%s; %d tests reach it, %d s)" % (

@@ -179,16 +179,13 @@ def normalize_images(images, mean, variance, scale, offset, epsilon, layout):
     return _fused_batch_norm(images, *vectors, max(epsilon, LEAST_EPSILON), layout, mean, variance)[0]
 
 
-def normalize_images_alone(images, scale, offset, epsilon, layout):
-    """Normalizes tensors of rank 4 by their own moments, as a plain batch norm does; see `normalize_images`.
+def normalize_images_alone(images, scale, offset, epsilon, layer):
+    """Normalizes a layer's input, of rank 4 and known size, by its own moments, as a plain batch norm does.
 
     Returns the output, and the moments as `tf_syncbn.kernels.merge.merge` does, which no gradient passes.
     """
-    axis = 3 if layout == "NHWC" else 1
-    count = known_count(images, axis)
-    ones = tf.ones([tf.dimension_value(images.shape[axis])])
-    vectors = _or_ones_and_zeros(scale, offset, ones)
-    y, mean, unbiased = _fused_batch_norm(images, *vectors, epsilon, layout)
+    vectors, count = _or_ones_and_zeros(scale, offset, tf.ones([layer.channels])), layer.count
+    y, mean, unbiased = _fused_batch_norm(images, *vectors, epsilon, data_format(layer, layer.axis))
     return y, tf.stop_gradient(tf.concat([[float(count)], mean, unbiased * (max(count - 1, 1) / count)], 0))
 
 
