@@ -15,6 +15,7 @@ import concurrent.futures
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -155,21 +156,30 @@ class Reached:
         return sorted(tests or (), key=lambda test: (self._lines[test], test))
 
 
-def try_out(change, tests, folder):
-    """Returns which test finds a change in a copy of the repository, a str; None where none does."""
-    path = folder / change.path
-    source = path.read_text()
-    path.write_text(change.of(source))
+def first_failure(tests, folder):
+    """Returns which of some tests of a copy of the repository fails first, or what else ends them; None where all pass."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", *tests], cwd=folder, text=True,
             env=dict(os.environ, PYTHONPATH=str(folder)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIME_LIMIT)
     except subprocess.TimeoutExpired:
         return "does not end"
-    finally:
+    failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.M)
+    return None if done.returncode == 0 else (failed or ["status %d" % done.returncode])[0]
+
+
+def try_out(change, tests, folder):
+    """Returns which test finds a change in a copy of the repository, a str; None where none does."""
+    path = folder / change.path
+    source, tests = path.read_text(), list(tests)
+    while tests:
+        path.write_text(change.of(source))
+        found = first_failure(tests, folder)
         path.write_text(source)
-    failed = [line for line in done.stdout.split("\n") if line.startswith(("FAILED", "ERROR"))]
-    return None if done.returncode == 0 else (failed or ["status %d" % done.returncode])[0].partition(" - ")[0]
+        if found not in tests or first_failure([found], folder) is None:
+            return found
+        tests.remove(found)  # it fails without the change too
+    return None
 
 
 def main():
