@@ -61,3 +61,19 @@ def test_seeds_of_what_is_not_drawn_for_examples_pass_in_silence(model, silent):
 
 def test_one_tower_is_not_warned_of(silent):
     assert run(build(lambda x: {"rows": dropped(x)}, (X,), 1).merged()["rows"]).shape == (6, 40)
+
+
+def stateless(x, seed=(1, 2)):
+    return x + tf.random.stateless_normal(tf.shape(x), seed, dtype=x.dtype)
+
+
+def test_noise_of_a_stateless_op_is_warned_of():
+    with pytest.warns(UserWarning, match="Tower 1 draws the same random numbers as tower 0 at 'tower_1/stateless_random_normal"):
+        rows = run(build(lambda x: {"rows": stateless(x)}, (X,), 2).merged()["rows"])
+    np.testing.assert_array_equal(rows[:3], rows[3:])                   # what it warns of
+
+
+def test_noise_of_a_stateless_op_whose_seed_is_the_towers_or_of_a_whole_batch_model_passes_in_silence(silent):
+    build(lambda x: {"rows": stateless(x, (1, towers.current_tower().index))}, (X,), 2, alike=False)
+    whole = build(towers.whole_batch(lambda x: {"rows": stateless(x)}), (X,), 2).merged()["rows"]
+    np.testing.assert_array_equal(run(whole), run(stateless(tf.constant(X))))

@@ -186,6 +186,29 @@ def test_a_converted_fused_layer_of_another_epsilon_is_refused_by_name():
         build(lambda x: model_fn(x, index()), (X[:4],), 2)
 
 
+@pytest.mark.parametrize("num_towers,kept_at", [(2, 0), (3, 1)])
+@pytest.mark.parametrize("keep", [lambda x: x, lambda x: tf.tanh(conv(x))], ids=["batch", "features"])
+def test_a_tower_that_takes_what_an_earlier_one_made_of_its_batch_is_refused_by_name(keep, num_towers, kept_at):
+    kept = []
+
+    def model_fn(x):
+        kept.append(keep(x))
+        return mean(kept[min(kept_at, len(kept) - 1)] * 2)
+
+    with pytest.raises(towers.TowerMismatchError, match="Tower %d takes .*which an earlier tower made" % (kept_at + 1)):
+        build(model_fn, (X,), num_towers)
+
+
+def test_a_tower_may_take_what_an_earlier_one_made_of_no_batch():
+    kept = []
+
+    def model_fn(x):
+        kept.append(tf.tanh(variable()) * tf.random_normal([3]))
+        return mean(tf.matmul(rows(x), kept[0]))
+
+    build(model_fn, (X,), 2)
+
+
 def test_numbers_that_are_others_in_a_whole_batch_model_of_as_many_examples_are_refused_by_name():
     numbers = iter([2.0, 2.0, 3.0])  # of tower 0, of the whole batch, of tower 1
 
@@ -214,8 +237,9 @@ def test_the_message_names_the_op_in_both_towers_and_the_mend():
         build(model, (X,), 3)
     assert str(error.value) == (
         "Towers 0 and 2 differ: in tower 0 'tower_0/block/act' is of type Relu, and in tower 2 'tower_2/block/act' of type Elu. "
-        "Towers have to compute alike. Where they are meant to differ, make the ops under `with towers.may_differ():`, or build "
-        "with alike=False.")
+        "Towers have to compute alike: does Python keep something between the calls of the model function (a counter, a list, a "
+        "tensor), or go by the tower's index or by chance? What is meant to differ stands under `with towers.may_differ():`, or "
+        "is built with alike=False.")
 
 
 def examples_one_by_one(x):

@@ -8,7 +8,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.api.wording import TowersWarning
-from towers.graph.walk import ancestors, calls_of, tensors_of
+from towers.graph.walk import ancestors, calls_of, computes_the_same, tensors_of
 
 __all__ = ["drawing", "drawing_ops", "seeds_of", "warn_of_same_draws"]
 
@@ -23,9 +23,12 @@ def drawing(ops):
 
 def drawing_ops(towers):
     """Returns the random ops that outputs of a list of `Tower` need, in the order of their names."""
-    needed = ancestors([leaf for tower in towers for leaf in tf.nest.flatten(tower.outputs, expand_composites=True)
-                        if hasattr(leaf, "op")], within={op for tower in towers for op in tower.ops})
-    return sorted(filter(_draws, needed), key=lambda op: op.name)
+    return sorted(filter(_draws, _needed(towers)), key=lambda op: op.name)
+
+
+def _needed(towers):
+    return ancestors([leaf for tower in towers for leaf in tf.nest.flatten(tower.outputs, expand_composites=True)
+                      if hasattr(leaf, "op")], within={op for tower in towers for op in tower.ops})
 
 
 def seeds_of(op):
@@ -42,9 +45,13 @@ def warn_of_same_draws(towers):
       towers: list of `Tower`.
     """
     of_first = [seeds_of(op) for op in _drawn_for_examples(towers[0])]
+    # Of a whole-batch model a stateless op draws for all examples, of which each tower takes its own.
+    stateless = [] if towers[0].context.placements else _drawn_for_examples(towers[0], _is_stateless)
     for tower in towers[1:]:
-        same = [op for op in _drawn_for_examples(tower) if seeds_of(op) in of_first]
-        needed = set(drawing_ops([tower])) if same else ()
+        same = [op for op in _drawn_for_examples(tower) if seeds_of(op) in of_first] + [
+            op for op, first in zip(_drawn_for_examples(tower, _is_stateless), stateless)
+            if computes_the_same(op.inputs[1], first.inputs[1])]
+        needed = _needed([tower]) if same else ()
         for op in same:
             if op in needed:
                 warnings.warn("Tower %d draws the same random numbers as tower 0 at %r, since the model function gives that op a "
@@ -54,10 +61,18 @@ def warn_of_same_draws(towers):
                 return
 
 
-def _drawn_for_examples(tower):
-    """Returns the random ops of a tower that have seeds and whose first axis may be that of its batch."""
+def _has_seeds(op):
+    return _draws(op) and any(seeds_of(op))
+
+
+def _is_stateless(op):
+    return op.type.startswith("Stateless") and op.type[len("Stateless"):].startswith(_DRAWING) and op.outputs[0].dtype.is_floating
+
+
+def _drawn_for_examples(tower, is_kind=_has_seeds):
+    """Returns the random ops of a tower, of some kind, whose first axis may be that of its batch."""
     sizes = {leaf.shape.as_list()[0] for leaf in tensors_of(tower.context.batch) if leaf.shape.rank}
-    return [op for op in tower.ops if _draws(op) and any(seeds_of(op)) and _may_begin_with(op, sizes)]
+    return [op for op in tower.ops if is_kind(op) and _may_begin_with(op, sizes)]
 
 
 def _draws(op):

@@ -28,8 +28,9 @@ _DATA = frozenset(["Placeholder", "IteratorGetNext", "IteratorGetNextSync", "Spl
 # Those that may hold the size of a batch, or as many entries as it has.
 _SIZES = frozenset(["N", "num", "num_elements", "num_split", "shape", "element_shape", "output_shapes", "T", "Tin", "Tout"])
 
-_MEND = ("Towers have to compute alike. Where they are meant to differ, make the ops under `with towers.may_differ():`, or build "
-         "with alike=False.")
+_MEND = ("Towers have to compute alike: does Python keep something between the calls of the model function (a counter, a list, a "
+         "tensor), or go by the tower's index or by chance? What is meant to differ stands under `with towers.may_differ():`, or "
+         "is built with alike=False.")
 
 
 class _Difference(NamedTuple):
@@ -50,8 +51,8 @@ def check_alike(towers, batches, contributions):
     positions = {op: position for position, op in enumerate(graph.get_operations())}
     functions, nodes = Functions(graph), {}
     views = [_View(tower, batch, positions) for tower, batch in zip(towers, batches)]
-    for tower, view in zip(towers[1:], views[1:]):
-        comparison = _Comparison(views[0], view, positions, functions, nodes)
+    for number, (tower, view) in enumerate(zip(towers[1:], views[1:]), 1):
+        comparison = _Comparison(views[0], view, positions, functions, nodes, set().union(*[v.leaves for v in views[:number]]))
         comparison.compare([(towers[0].outputs, tower.outputs), *_paired_updates(towers[0], tower)]
                            + [(left[0], left[tower.context.local_index]) for left in contributions])
         if comparison.differences:
@@ -92,8 +93,8 @@ class _View:
 class _Comparison:
     """Two towers, compared from pairs of what they hand out backwards."""
 
-    def __init__(self, first, other, positions, functions, nodes):
-        self._first, self._other = first, other
+    def __init__(self, first, other, positions, functions, nodes, leaves_before):
+        self._first, self._other, self._leaves_before = first, other, leaves_before
         self._positions, self._functions, self._nodes = positions, functions, nodes
         self._same_sizes = [_known(s) for s in first.shapes] == [_known(s) for s in other.shapes]
         sizes = [shape[0] for shape in map(_known, first.shapes + other.shapes) if shape]
@@ -108,8 +109,13 @@ class _Comparison:
         while self._stack:
             a, b = self._stack.pop()
             a, b = (self._source(*end, view) for end, view in ((a, self._first), (b, self._other)))
-            if a != b and (a, b) not in self._seen:
-                self._seen.add((a, b))
+            if (a, b) in self._seen:
+                continue
+            self._seen.add((a, b))
+            if self._is_of_earlier_tower(b):
+                self._add(b[0], "Tower %d takes %r, which an earlier tower made of its own part of the batch." % (
+                    self._other.index, b[0].name))
+            elif a != b:
                 self._compare(a, b)
 
     def _push_leaves(self, a, b):
@@ -123,6 +129,20 @@ class _Comparison:
             op, index = _first_input((op, index))
         outside = None if (op, index) in view.leaves else taken_from_outside(op)
         return (op, index) if outside is None else (outside.op, outside.value_index)
+
+    def _is_of_earlier_tower(self, end):
+        """Tells whether the later tower takes what an earlier one made of its part of the batch."""
+        stack, seen = [end], set()
+        while stack:
+            end = stack.pop()
+            if end in seen or end in self._other.leaves or end[0] in self._other.stand_ins or not (
+                    self._first.start <= self._positions.get(end[0], -1) < self._other.start or end in self._leaves_before):
+                continue
+            if end in self._leaves_before:
+                return True
+            seen.add(end)
+            stack.extend(map(end_of, end[0].inputs))
+        return False
 
     def _span(self, op, view):
         return view.spans.get(self._positions.get(op, -1))
@@ -248,8 +268,10 @@ class _Comparison:
         return "%r, of type %s" % (end[0].name, end[0].type)
 
     def _report(self, op, other, sentence):
-        position = self._positions.get(op, -1)
-        self.differences.append(_Difference(position, "Towers 0 and %d differ: in tower 0 %s." % (self._other.index, sentence)))
+        self._add(op, "Towers 0 and %d differ: in tower 0 %s." % (self._other.index, sentence))
+
+    def _add(self, op, sentence):
+        self.differences.append(_Difference(self._positions.get(op, -1), sentence))
 
 
 def _first_input(end):
