@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.api.annotations import ModelFn, Optimizer, Structure
+from towers.api.arguments import FUNCTION, check, optional
 from towers.api.wording import some_of
 from towers.batches.batch import PerTower, even_sizes
 from towers.builder import TowerBuilder
@@ -98,6 +99,7 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
         random; if one tower's own training comes to infinity or NaN, which nothing can be held against.
     """
     batch = tf.nest.map_structure(np.asarray, batch)
+    check(optional(FUNCTION), optimizer=optimizer)
     optimizer = optimizer or (lambda: tf.train.MomentumOptimizer(0.05, 0.9))
     devices = devices or ["/cpu:%d" % i for i in range(num_towers)]
     size = max(len(leaf) for leaf in tf.nest.flatten(batch) if leaf.ndim)
@@ -126,7 +128,7 @@ def assert_equals_one_batch(model_fn: ModelFn, batch: Structure, num_towers: int
             rounding = _floor([one] + nearly, one.unit)
             rounding = {name: max(100 * rounding[name], _MORE_THAN_ROUNDING / 10) for name in bound}
             if any(rounding[name] < bound[name] for name in bound):
-                hint = " The model goes by the order of its examples, of which towers.whole_batch lets each tower see all."
+                hint += " Or it goes by the order of its examples, of which towers.whole_batch lets each tower see all."
             bound = {name: min(bound[name], rounding[name]) for name in bound}
         if excess(found) > 1:
             several += train([_divide(order, sizes) for order in orders[1:]], devices, one.initial)

@@ -185,6 +185,36 @@ def test_an_ordinary_loss_takes_not_an_op_more_and_has_the_same_bits(sizes, know
         np.testing.assert_array_equal(a, b)
 
 
+@KNOWN
+@pytest.mark.parametrize("rank", [2, 4])
+def test_a_softmax_loss_of_one_hot_labels_meets_about_nothing(rank, known):
+    def model(x, labels):
+        shape = [-1] + [1] * (rank - 2) + [3]
+        logits = tf.reshape(tf.matmul(x, variable("kernel", [4, 3])), shape)
+        labels = tf.reshape(tf.one_hot(labels, 3, dtype=logits.dtype), shape)
+        return tf.reduce_mean(tf.nn.softmax_cross_entropy_with_logits_v2(labels=labels, logits=logits))
+
+    whole = towers.whole_batch(model)
+    loss = build(whole, parts(X, LABELS, known=known), 3).loss
+    assert whole.meetings == []
+    expected = reusing(model)(tf.constant(X), tf.constant(LABELS))
+    np.testing.assert_allclose(*run([loss, expected]), rtol=1e-12)
+
+
+def test_collections_of_variables_hold_for_the_whole_batch_what_they_hold_in_a_tower():
+    def model(x):
+        kept = tf.get_variable("kept", [4, 3], x.dtype, collections=[tf.GraphKeys.GLOBAL_VARIABLES, "mine"])
+        made = tf.Variable(tf.ones([3], x.dtype), collections=[tf.GraphKeys.GLOBAL_VARIABLES, "mine"])
+        tf.summary.histogram("kept", kept)
+        tf.summary.scalar("largest", tf.reduce_max(x))
+        penalty = tf.add_n([tf.nn.l2_loss(item) for item in tf.get_collection("mine")])
+        return tf.reduce_mean(tf.square(tf.matmul(x, kept) + made)) + penalty
+
+    replicas = build(towers.whole_batch(model), parts(X), 3)
+    assert [variable.op.name for variable in tf.get_collection("mine")] == ["kept", "Variable"]
+    assert len(tf.get_collection(tf.GraphKeys.SUMMARIES)) == 2 and replicas.loss.dtype == tf.float64
+
+
 # Draws.
 
 @KNOWN

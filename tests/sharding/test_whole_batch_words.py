@@ -196,6 +196,38 @@ def test_ops_of_each_example_need_no_rule(known):
     np.testing.assert_allclose(found["centred"], np.sort(X, 1) - np.sort(X, 1).mean(0), rtol=1e-9)
 
 
+@KNOWN
+def test_means_reach_ops_of_each_example_whole(known):
+    def model(x):
+        mean = tf.reduce_mean(x, 0)
+        with towers.each_example():
+            y = tf.py_func(lambda rows, mean: rows - mean, [x, mean], tf.float64)
+        y.set_shape(x.shape)
+        return {"y": y}
+    found = run(build(towers.whole_batch(model), parts(X, known=known), 3, alike=False).merged())
+    np.testing.assert_allclose(found["y"], X - X.mean(0), rtol=1e-12)
+
+
+def test_examples_along_another_axis_are_none_to_an_op_of_each_example():
+    def model(x):
+        x = tf.transpose(x)
+        with towers.each_example():
+            y = tf.py_func(np.sin, [x], tf.float64)
+        y.set_shape(x.shape)
+        return {"y": y}
+    refused(model, "'tower_0/.*', made under towers.each_example\\(\\), takes 'tower_0/.*', which is sharded along axis 1")
+
+
+def test_a_users_rule_that_returns_nothing_is_refused_by_its_name(monkeypatch):
+    monkeypatch.delitem(RULES, "PyFunc", raising=False)
+    towers.placement_rule("PyFunc")(lambda node: None)
+    try:
+        with pytest.raises(TypeError, match="The placement rule of 'PyFunc' has to return .* for 'tower_0/.*' it returned None"):
+            build(towers.whole_batch(by_numpy), parts(X), 3, alike=False)
+    finally:
+        RULES.pop("PyFunc")
+
+
 def test_a_scalar_is_no_example():
     def model(x):
         with towers.each_example():

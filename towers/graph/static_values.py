@@ -9,7 +9,7 @@ _COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray,
              "GreaterEqual": np.greater_equal, "Less": np.less, "Maximum": np.maximum, "Minimum": np.minimum, "Mul": np.multiply,
              "Neg": np.negative, "Prod": lambda x, axes: np.prod(x, tuple(np.ravel(axes)), x.dtype), "Range": np.arange,
              "Sub": np.subtract}
-_TAKES = ("Gather", "GatherV2", "StridedSlice")
+_TAKES = ("Gather", "GatherV2", "Slice", "StridedSlice")
 _MOST_STEPS = 9
 
 
@@ -37,16 +37,19 @@ def _taken(op, steps):
     shape, of = op.inputs[0].op, tf.get_static_value(op.inputs[0])
     if of is None and shape.type == "Shape" and shape.inputs[0].shape.rank is not None:
         of = np.array(shape.inputs[0].shape.as_list(), object)
-    at = [static_value(source, steps) for source in list(op.inputs)[1:4 if op.type == "StridedSlice" else 2]]
+    at = [static_value(source, steps) for source in list(op.inputs)[1:2 if op.type.startswith("Gather") else 4]]
     if of is None or of.ndim != 1 or any(each is None for each in at):
         return None
-    index = _slice(op, at) if op.type == "StridedSlice" else at[0]
+    index = at[0] if op.type.startswith("Gather") else _slice(op, at)
     found = None if index is None else of[index]
     return None if None in np.ravel(found).tolist() else np.asarray(found, op.outputs[0].dtype.as_numpy_dtype)
 
 
 def _slice(op, bounds):
     """Returns how an op takes a part of a vector, an int or a slice."""
+    if op.type == "Slice":
+        (begin,), (size,) = bounds
+        return slice(int(begin), None if size < 0 else int(begin + size))
     masks = [op.get_attr(name + "_mask") & 1 for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")]
     if any(masks[3:]) or any(len(bound) != 1 for bound in bounds):
         return None

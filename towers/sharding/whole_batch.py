@@ -208,7 +208,8 @@ class _Build:
             raise Refused("the model function makes %r in a tower, and nothing like it for the whole batch. Hand "
                           "the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])." % unknown[0].name)
         if twin is not None:
-            self._check_sizes((turn, batch.own), needed, twin, tower)
+            let_differ = {op for span in tower.spans[spans:] if span.key is None for op in made_here[span.first:span.last]}
+            self._check_sizes((turn, batch.own), set(needed) - let_be - let_differ, twin, tower)
         given = dict(batch.placements)
         given.update(((op, 0), Own()) for op in tower.meetings.stand_ins if op in needed and op not in layers)
         of_each = {op for first, last in tower.own_examples for op in made_here[first:last]}
@@ -243,7 +244,8 @@ class _Build:
 
     def _check_sizes(self, turn_and_own, ops, twin, tower):
         """Holds numbers, of which some are of the tower's size, against those of an earlier tower of that size."""
-        mine = {tower.relative(op.name): tf.get_static_value(op.outputs[0]) for op in ops if twin.constant(op) is not None}
+        mine = {tower.relative(op.name): tf.get_static_value(op.outputs[0]) for op in ops
+                if twin.constant(op) is not None and twin.constant(op).dtype.kind in "iuf"}
         first = self._sizes.setdefault(turn_and_own, mine)
         for name in sorted(mine.keys() & first.keys()):
             if mine[name].tobytes() != first[name].tobytes():

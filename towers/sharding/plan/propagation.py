@@ -377,7 +377,7 @@ class _Pass:
             return Decision([placements[0]])
         if op in self._facts.of_each and any(not isinstance(placement, Replicate) for placement in placements):
             is_in_turn = any(isinstance(placement, InTurn) for placement in placements)
-            return Decision([InTurn() for _ in op.outputs]) if is_in_turn else _of_each_example(op)
+            return Decision([InTurn() for _ in op.outputs]) if is_in_turn else _of_each_example(op, placements)
         row = self._facts.row_of(op) if op.type == "Const" else None
         if row is not None and self._facts.varies(op):
             return constant_of_a_turn(row, self._facts.known(op.outputs[0]), op.outputs[0].dtype)
@@ -409,12 +409,19 @@ def _of_layer(op, x, placement):
                      for out in op.outputs])
 
 
-def _of_each_example(op):
-    """Decides for an op of which the model function says that it computes each example by itself."""
+def _of_each_example(op, placements):
+    """Decides for an op of which the model function says that it computes each example by itself; sums over them are whole."""
     if any(out.shape.rank == 0 for out in op.outputs):
         raise Refused("%r is a scalar, made under towers.each_example() of the tower's examples, and so of none of "
                       "them by itself. Make it behind that." % op.name)
-    return Decision([Shard(0, BATCH, 1) for _ in op.outputs])
+    examples = [placement for placement in placements if isinstance(placement, (Shard, Blocks))]
+    for source, placement in zip(op.inputs, placements):
+        if placement in examples and (placement.axis or isinstance(placement, Blocks)):
+            raise Refused("%r, made under towers.each_example(), takes %r, which is %s. Examples have to lie along axis 0 there."
+                          % (op.name, source.name, placement))
+    rows, times = (examples[0].rows, examples[0].times) if examples else (BATCH, 1)
+    return Decision([Shard(0, rows, times) for _ in op.outputs], {
+        k: Replicated() for k, placement in enumerate(placements) if isinstance(placement, (Partial, PartialMean))})
 
 
 def _left_alone(op, decision, placements):

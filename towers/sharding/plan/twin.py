@@ -159,20 +159,21 @@ def build_twin(model_fn, args, sizes, tower, variables, first_items):
         # What tf.get_variable made is found without it, and has its scope's name.
         turn = next(turn for turn, (name, _) in enumerate(made) if without_numbers(name or "") == without_numbers(
             kwargs.get("name") or ""))
-        return made.pop(turn)[1]
+        return _collected(made.pop(turn)[1], graph, kwargs.get("collections"))
     known = {variable.op.name: variable for _, variable in made}
 
     def getter(next_getter, name, **kwargs):
         variable = known.get(name.rstrip("/"))  # an average's name ends in "/"
         if variable is not None and kwargs.get("initializer") is not None and not callable(kwargs["initializer"]):
             kwargs["dtype"] = variable.dtype.base_dtype  # under reuse TensorFlow asks for float32, whatever the value is
-        return next_getter(name, **kwargs)
+        found = next_getter(name, **kwargs)
+        return found if variable is None else _collected(found, graph, kwargs.get("collections"))
     with graph.as_default(), counting_scopes_from(variables.scopes), tf.variable_creator_scope(creator), tf.variable_scope(
             tf.get_variable_scope(), reuse=True, custom_getter=getter, auxiliary_name_scope=False):
         given = tf.nest.map_structure(lambda leaf: _placeholder(leaf, sizes), args)
         shadow = copy.copy(tower)
         shadow.meetings = Meetings([tower.device] * 2, tower.aggregation_device)  # whose second tower never comes
-        shadow.shared_updates, shadow.spans, shadow.batch, shadow.placements = [], [], given, {}
+        shadow.shared_updates, shadow.spans, shadow.own_examples, shadow.batch, shadow.placements = [], [], [], given, {}
         with enter_tower(shadow.alone()), tf.name_scope(tower.name_scope):
             try:
                 outputs = model_fn(*given)
@@ -186,6 +187,14 @@ def build_twin(model_fn, args, sizes, tower, variables, first_items):
 
 
 _OF_ALL = (tf.GraphKeys.REGULARIZATION_LOSSES,)  # which tower 0's variables alone come with
+
+
+def _collected(variable, graph, collections):
+    """Puts a variable that the tower has made into the collections that the model asks for, and returns it."""
+    for key in collections or ():
+        if not any(variable is item for item in graph.get_collection_ref(key)):
+            graph.add_to_collection(key, variable)
+    return variable
 
 
 def _placeholder(leaf, sizes):

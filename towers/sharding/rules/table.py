@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
 from towers.graph.op_types import MERGES
 from towers.sharding.bodies import BODIES
-from towers.sharding.nodes import Refused, Replicated, Unfit
+from towers.sharding.nodes import Decision, Refused, Replicated, Unfit
 from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum,
                                         Running, Shard, Size, Turn)
 from towers.sharding.rules.in_turn import is_drawn_in_turn, of_number, of_turns
@@ -68,7 +68,15 @@ def placement_rule(op_type: str) -> Callable[[Callable[[Any], Any]], Callable[[A
             return node.each_row()
     """
     def register(function):
-        RULES[op_type] = Rule(function, frozenset([Replicate, Shard]))
+        def checked(node):
+            decision = function(node)
+            if not isinstance(decision, Decision) or len(decision.outputs) != len(node.op.outputs):
+                raise TypeError("The placement rule of %r has to return node.each_row(), node.replicated(), or a Decision with a "
+                                "placement for each of %d outputs; for %r it returned %r."
+                                % (op_type, len(node.op.outputs), node.op.name, decision))
+            return decision
+
+        RULES[op_type] = Rule(checked, frozenset([Replicate, Shard]))
         return function
     return register
 
