@@ -278,6 +278,21 @@ def test_moving_statistics_that_no_update_reaches_are_said():
         towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
 
 
+def test_an_update_that_no_tower_made_is_said_by_name():
+    builder = towers.TowerBuilder(cpus(2))
+    replicas = builder.build(ordinary(False), (X,))
+    average = tf.train.ExponentialMovingAverage(0.9).apply(tf.trainable_variables())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collect_update_ops(replicas)
+    tf.add_to_collection(tf.GraphKeys.UPDATE_OPS, average)
+    with pytest.warns(towers.TowersWarning, match="UPDATE_OPS holds 'ExponentialMovingAverage', which no tower made"):
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        towers.minimize(replicas, tf.train.GradientDescentOptimizer(0.1), update_ops=[average])
+
+
 def test_nothing_is_said_of_models_whose_updates_are_collected():
     def model(x):
         y = tf_syncbn.sync_batch_norm(x)

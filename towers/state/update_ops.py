@@ -3,6 +3,7 @@
 Ordinary batch norm in N towers makes N updates of one and the same moving average. Whose are kept is an argument here,
 and where several are kept they run one tower after the other, so that the result is the same from run to run.
 """
+import re
 import warnings
 from typing import List
 
@@ -24,6 +25,7 @@ from towers.state.own_data import takes_own_data
 __all__ = ["chosen_update_ops", "collect_update_ops"]
 
 POLICIES = ("first", "all", "last", "none")
+_OF_TOWER = re.compile(r"(^|/)tower_\d+(_\d+)?/")  # of an earlier build's too
 _CHOICES = MERGES | BRANCHES  # behind which stands the evaluation's value
 
 
@@ -53,7 +55,8 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
         ordered, because they stand inside a tf.cond, or an earlier tower's waits for a later one's.
 
     Warns:
-      TowersWarning: where the model function made an op that writes a moving statistic and nothing will run it; where only one
+      TowersWarning: where the model function made an op that writes a moving statistic and nothing will run it; where the
+        collection holds an update that was made outside of towers, which is not returned; where only one
         of several towers' updates is kept, of its own part of the batch, and its loss reads what that writes.
     """
     if policy not in POLICIES:
@@ -69,6 +72,7 @@ def collect_update_ops(replicas: Towers, policy: str = "first") -> List[Operatio
     updates = [update for updates_of_tower in chosen for update in updates_of_tower] + list(shared)
     _check_control_flow(updates, [op for tower in replicas for op in tower.ops])
     _warn_of_unreached(replicas[0])
+    _warn_of_no_towers(replicas)
     if policy != "all" and replicas[0].context.num_towers > 1:
         _warn_of_own_state(replicas[0 if policy == "first" else -1], policy)
     if policy == "all" and len(replicas) > 1:
@@ -198,6 +202,19 @@ def _warn_of_unreached(tower):
                 if not any(made_by_keras3(op) for name in lost for op in writers[name]) else CURE)
         warnings.warn("The model function makes ops that update %s, and nothing runs them: they are not in "
                       "tf.GraphKeys.UPDATE_OPS. %s" % (", ".join(sorted(lost)), cure), TowersWarning, stacklevel=3)
+
+
+def _warn_of_no_towers(replicas):
+    """Warns of an update op that was made outside of towers, an average of all weights say, and that a step would leave out."""
+    made = {op for tower in replicas for op in tower.ops}
+    for update in tf.get_collection(tf.GraphKeys.UPDATE_OPS):
+        op = op_of(update)
+        if op is not None and op not in made and not _OF_TOWER.search(op.name):
+            warnings.warn(
+                "tf.GraphKeys.UPDATE_OPS holds %r, which no tower made, and the training step does not run it. Run it beside the "
+                "step, or hand it in: update_ops=towers.collect_update_ops(replicas) + [update]." % op.name, TowersWarning,
+                stacklevel=3)
+            return
 
 
 def _warn_of_own_state(tower, policy):
