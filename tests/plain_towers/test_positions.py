@@ -184,6 +184,13 @@ def test_what_treats_all_examples_alike_is_that_of_the_whole_batch_and_passes_in
     assert_equals_one_batch(model_fn, (X, Y, LABELS), 3, steps=2)
 
 
+@pytest.mark.parametrize("cut", [lambda y, n: y[:n], lambda y, n: tf.slice(y, [0, 0], [n, -1])])
+def test_labels_from_outside_cut_to_the_size_of_a_tower_are_said(cut):
+    outside = tf.placeholder_with_default(Y, [None, 1])
+    with pytest.warns(towers.TowersWarning, match="takes the first of what is no part of the batch"):
+        build(lambda x: loss_of(features(x), cut(outside, tf.shape(x)[0])), (X,), 2)
+
+
 def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):
     replicas = build(lambda x, y, _: {"mean": loss_of(features(x), y), "turned": RUNNING["turned by a slice"](x, y, _)},
                      (X, Y, LABELS), 3)

@@ -16,7 +16,7 @@ from towers.graph.op_types import VARIABLES
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import computes_the_same, descendants, end_of, writes_of
-from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated, TakenByPlace
+from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, TakenByPlace
 from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
 from towers.sharding.plan.given import Given
 from towers.sharding.plan.guesses import Guesses
@@ -25,7 +25,7 @@ from towers.sharding.plan.twin import layers_of
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.powers import Powers, others_than_means
 from towers.sharding.rules.sizes import is_of_shapes
-from towers.sharding.rules.slices import takes_by_place
+from towers.sharding.rules.slices import cut_to_size, takes_by_place
 
 __all__ = ["warn_of_own_examples"]
 
@@ -156,6 +156,9 @@ class _Question:
             return "adds a mean over as many examples as the tower's own data decide (its input %r)" % self._named(source)
         if isinstance(want, Numbered):
             return None if self._is_divided else "numbers the tower's own examples (its input %r)" % self._named(source)
+        if isinstance(want, OwnRows) and cut_to_size(source, self._placements):
+            return "takes the first of what is no part of the batch for what belongs to its examples (its input %r)" % (
+                self._named(source))
         if not isinstance(want, Replicated):
             return None
         if isinstance(placement, Size) and source.dtype.base_dtype == tf.bool:

@@ -1,5 +1,7 @@
 """Rows that are taken by their place, and what is put back there: slices, and the gradient of slices."""
+from towers.graph.op_types import SAME_NUMBERS
 from towers.graph.static_values import static_value
+from towers.graph.walk import end_of
 from towers.sharding.nodes import ShapeOf, Unfit
 from towers.sharding.placements import Additive, Blocks, InTurn, OneRow, Replicate, RowNumbers, Shard, Size, moved, size_of
 from towers.sharding.rules.movement import in_blocks, is_of_size, kept
@@ -7,7 +9,7 @@ from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
 from towers.sharding.rules.turns import takes_its_row
 
-__all__ = ["takes_by_place"]
+__all__ = ["cut_to_size", "takes_by_place"]
 
 ROWS = (Shard, Blocks, RowNumbers)
 
@@ -46,6 +48,16 @@ def takes_by_place(op):
     """Tells whether an op takes parts of something by their place, which is known while the graph is built."""
     return op.type in ("Split", "SplitV", "Unpack") or op.type in ("Slice", "StridedSlice") and all(
         static_value(source) is not None for source in list(op.inputs)[1:3])
+
+
+def cut_to_size(tensor, placements):
+    """Tells whether a tensor is the first rows of what is alike in all towers, as many as the tower has examples."""
+    while tensor.op.type in SAME_NUMBERS:
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type not in ("Slice", "StridedSlice"):
+        return False
+    taken, *bounds = [placements.get(end_of(source)) for source in list(tensor.op.inputs)[:3]]
+    return isinstance(taken, (Replicate, type(None))) and any(isinstance(bound, Size) for bound in bounds)
 
 
 @rule("StridedSlice", ROWS + (InTurn, OneRow, Size) + SUMS)
