@@ -209,7 +209,8 @@ class _Build:
                           "the batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])." % unknown[0].name)
         if twin is not None:
             let_differ = {op for span in tower.spans[spans:] if span.key is None for op in made_here[span.first:span.last]}
-            self._check_sizes((turn, batch.own), set(needed) - let_be - let_differ, twin, tower)
+            sizes = tuple(tf.dimension_value(leaf.shape[0]) for leaf in batch.leaves)
+            self._check_sizes((turn, sizes), set(needed) - let_be - let_differ, twin, tower)
         given = dict(batch.placements)
         given.update(((op, 0), Own()) for op in tower.meetings.stand_ins if op in needed and op not in layers)
         of_each = {op for first, last in tower.own_examples for op in made_here[first:last]}
@@ -242,11 +243,11 @@ class _Build:
         first = self._chosen.setdefault(turn, chosen)
         return {op for op, is_chosen in zip(ops, first if len(first) == len(chosen) else chosen) if is_chosen}.__contains__
 
-    def _check_sizes(self, turn_and_own, ops, twin, tower):
-        """Holds numbers, of which some are of the tower's size, against those of an earlier tower of that size."""
+    def _check_sizes(self, turn_and_sizes, ops, twin, tower):
+        """Holds numbers, of which some are of the tower's sizes, against those of an earlier tower of these sizes."""
         mine = {tower.relative(op.name): tf.get_static_value(op.outputs[0]) for op in ops
                 if twin.constant(op) is not None and twin.constant(op).dtype.kind in "iuf"}
-        first = self._sizes.setdefault(turn_and_own, mine)
+        first = self._sizes.setdefault(turn_and_sizes, mine)
         for name in sorted(mine.keys() & first.keys()):
             if mine[name].tobytes() != first[name].tobytes():
                 raise TowerMismatchError(
