@@ -113,12 +113,12 @@ def kill(launcher, moments, train_dir):
         while len(workers_of(launcher)) < 2 or set(workers_of(launcher)) & set(killed):
             time.sleep(0.1)
             assert launcher.poll() is None and time.time() - started < 120
-        running = workers_of(launcher)
         if moment == "start":
             time.sleep(rng.uniform(0, 3))
         while moment == "saving" and newest(train_dir) < 5:
             time.sleep(0.002 if newest(train_dir) == 4 else 0.05)
             assert launcher.poll() is None and time.time() - started < 120
+        running = workers_of(launcher)
         os.kill(rng.choice(running), signal.SIGKILL)
         killed += running
 

@@ -791,6 +791,13 @@ def weighed(form):
     return model_fn
 
 
+def test_what_is_divided_by_the_weight_or_by_1_where_that_is_0_passes_in_silence(silent):
+    def model_fn(x, mask, _):
+        number = tf.reduce_sum(mask)
+        return {"loss": tf.reduce_sum(losses(x) * mask) / tf.maximum(number, 1), "weight": number}
+    assert_equals_one_batch(model_fn, BATCH, 3, sizes=[3, 5, 4], steps=2)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_divided_by_the_weight_in_another_form_passes_in_silence(form, silent):
     assert_equals_one_batch(weighed(form), BATCH, 3, sizes=[3, 5, 4], steps=2)

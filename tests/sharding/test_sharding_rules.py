@@ -107,7 +107,7 @@ def test_ops_not_held_yet():
 
 def test_every_rule_is_held_to_the_law():
     without = set(RULES) - set(SAMPLES) - ELSEWHERE - DRAWS
-    assert without == set(WITHOUT_SAMPLE) & set(RULES), "a rule wants a sample in sharding_samples.py, or a reason in WITHOUT_SAMPLE"
+    assert without == set(WITHOUT_SAMPLE) & set(RULES), "give the rule a sample, or a reason in WITHOUT_SAMPLE"
 
 
 def test_what_tensorflow_vectorizes_has_a_rule_or_a_reason_for_none():

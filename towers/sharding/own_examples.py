@@ -339,13 +339,14 @@ class _Question:
 
         Each is there once, though it be written twice; a list of tensors.
         """
-        derived, ops = {end for end in self._counts if self._leaves_of(end[0])}, {op.name: op for op in self._plan.order}
+        derived, needed = {end for end in self._counts if self._leaves_of(end[0])}, set(self._plan.order)
+        ops = {op.name: op for op in self._plan.order}
         for op in self._plan.order:
             varying = [end_of(source) for source in op.inputs if source.op.type != "Const"]
             derived.update(map(end_of, op.outputs) if varying and derived.issuperset(varying) else ())
         counts = [op.outputs[k] for op in self._plan.order for k in range(len(op.outputs)) if (op, k) in derived]
         used = [tensor for tensor in counts if tensor.dtype.is_floating and any(
-            op in self._made and not derived.issuperset(map(end_of, op.outputs)) for op in tensor.consumers())]
+            op in needed and not derived.issuperset(map(end_of, op.outputs)) for op in tensor.consumers())]
         rows = [placement.rows.name for placement in self._placements.values() if isinstance(placement, PartialMean)]
         found = []
         for number in used + [ops[name].outputs[0] for name in dict.fromkeys(rows) if name in ops]:
