@@ -192,22 +192,24 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("mutations.json"))
     arguments = parser.parse_args()
     reached, changes = Reached(arguments.coverage), choose(arguments.number, arguments.seed)
-    results = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    results = dict(known)
 
     def attempt(change):
-        key, tests, began = repr(change), reached.tests_of(change), time.time()
-        if key not in results:
-            with tempfile.TemporaryDirectory() as folder:
-                copy = Path(folder) / "copy"
-                shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "build"))
-                found = try_out(change, tests, copy) if tests else None
-            results[key] = {"found": found, "tests": len(tests), "seconds": round(time.time() - began)}
-        return change, results[key]
+        if repr(change) in known:
+            return change, known[repr(change)]
+        tests, began = reached.tests_of(change), time.time()
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder) / "copy"
+            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "build"))
+            found = try_out(change, tests, copy) if tests else None
+        return change, {"found": found, "tests": len(tests), "seconds": round(time.time() - began)}
 
     with concurrent.futures.ThreadPoolExecutor(arguments.processes) as pool:
         waiting = [pool.submit(attempt, change) for change in changes]
         for done in tqdm.tqdm(concurrent.futures.as_completed(waiting), total=len(waiting), unit="change", disable=None):
             change, result = done.result()
+            results[repr(change)] = result
             old = (ROOT / change.path).read_text().split("\n")[change.line - 1]
             tqdm.tqdm.write("%-9s %s:%d: %s -> %s  (%s; %d tests reach it, %d s)" % (
                 "found" if result["found"] else "NOT FOUND", change.path, change.line, old.strip(),

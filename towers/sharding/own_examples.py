@@ -12,7 +12,7 @@ import tensorflow.compat.v1 as tf
 from towers.api.wording import TowersWarning, some_of
 from towers.batches.shares import by_name
 from towers.graph.gradient_hook import detail_of
-from towers.graph.op_types import VARIABLES
+from towers.graph.op_types import OF_SHAPES, VARIABLES
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import computes_the_same, descendants, end_of, writes_of
@@ -24,7 +24,6 @@ from towers.sharding.plan.propagation import propagate
 from towers.sharding.plan.twin import layers_of
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.powers import Powers, others_than_means
-from towers.sharding.rules.sizes import is_of_shapes
 from towers.sharding.rules.slices import cut_to_size, takes_by_place
 
 __all__ = ["warn_of_own_examples"]
@@ -235,7 +234,7 @@ class _Question:
         found, seen, stack = set(), set(), [op]
         while stack:
             each = stack.pop()
-            if each in seen or is_of_shapes(each):
+            if each in seen or each.type in OF_SHAPES:
                 continue
             seen.add(each)
             for source in map(self._from_outside, each.inputs):

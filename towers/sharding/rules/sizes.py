@@ -1,7 +1,6 @@
 """Sizes, what is made of a shape, and what draws at random."""
 import numpy as np
 
-from towers.graph.op_types import OF_SHAPES
 from towers.sharding.nodes import OwnRows, Refused, Unfit
 from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, size_of
 from towers.sharding.rules.movement import first_additive, shape_wanted
@@ -9,12 +8,7 @@ from towers.sharding.rules.pointwise import SIZES
 from towers.sharding.rules.table import ANY, SUMS, rule
 from towers.sharding.rules.turns import is_within_turn
 
-__all__ = ["is_of_shapes"]
-
-
-def is_of_shapes(op):
-    """Tells whether an op takes no more of its input than its shape."""
-    return op.type in OF_SHAPES
+__all__ = ["SAMPLERS"]
 
 
 @rule("Shape ShapeN", (Shard, Blocks, RowNumbers) + SUMS)
