@@ -95,3 +95,27 @@ def images_and_labels(dtype, count=12):
     """Returns random images [count, 6, 6, 3] and labels of four classes."""
     rng = np.random.RandomState(1)
     return rng.randn(count, 6, 6, 3).astype(dtype), rng.randint(0, 4, count).astype(np.int32)
+
+
+def loss_and_gradients(model_fn, batch, sizes):
+    """Returns the loss and the gradients of towers whose batches' sizes are known only when they run.
+
+    Args:
+      model_fn: a model function, of which the loss is taken.
+      batch: tuple of arrays.
+      sizes: list of int, the examples of each tower.
+    """
+    feeds, parts, first = {}, [], 0
+    with tf.Graph().as_default():
+        tf.set_random_seed(0)
+        for size in sizes:
+            given = [tf.placeholder(leaf.dtype, (None,) + leaf.shape[1:]) for leaf in batch]
+            feeds.update((one, leaf[first:first + size]) for one, leaf in zip(given, batch))
+            parts.append(tuple(given))
+            first += size
+        replicas = towers.TowerBuilder(["/cpu:0"] * len(sizes)).build(model_fn, towers.PerTower(parts))
+        tower_grads = towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(0.1))
+        found = towers.average_gradients(replicas, tower_grads, "first")
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            return session.run([replicas.loss] + [tf.convert_to_tensor(gradient) for gradient, _ in found], feeds)

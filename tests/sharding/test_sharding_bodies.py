@@ -5,6 +5,7 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 import towers
+from tests.support import loss_and_gradients
 from towers.testing import assert_equals_one_batch
 
 pytestmark = pytest.mark.skipif(not tf.control_flow_v2_enabled(), reason="of control flow 2")
@@ -637,28 +638,11 @@ def test_what_a_body_computes_is_the_whole_batch(name, is_known):
     assert_equals_one_batch(towers.whole_batch(model_fn), batch(), 3, sizes=[3, 1, 5], steps=2)
 
 
-def gradients(model_fn, sizes):
-    """Returns the loss and the gradients of towers whose batches' sizes are known only when they run."""
-    feeds, parts, first = {}, [], 0
-    with tf.Graph().as_default():
-        tf.set_random_seed(0)
-        for size in sizes:
-            given = [tf.placeholder(leaf.dtype, (None,) + leaf.shape[1:]) for leaf in batch()]
-            feeds.update((one, leaf[first:first + size]) for one, leaf in zip(given, batch()))
-            parts.append(tuple(given))
-            first += size
-        replicas = towers.TowerBuilder(["/cpu:0"] * len(sizes)).build(model_fn, towers.PerTower(parts))
-        tower_grads = towers.compute_gradients(replicas, tf.train.GradientDescentOptimizer(0.1))
-        found = towers.average_gradients(replicas, tower_grads, "first")
-        with tf.Session() as session:
-            session.run(tf.global_variables_initializer())
-            return session.run([replicas.loss] + [gradient for gradient, _ in found], feeds)
-
-
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name in HELD[::6] else pytest.mark.sweep) for name in sorted(FORMS)])
 def test_what_a_body_computes_is_that_of_a_batch_whose_size_nobody_knows(name):
-    of_one, of_towers = gradients(FORMS[name], [9]), gradients(towers.whole_batch(FORMS[name]), [3, 1, 5])
+    of_one = loss_and_gradients(FORMS[name], batch(), [9])
+    of_towers = loss_and_gradients(towers.whole_batch(FORMS[name]), batch(), [3, 1, 5])
     for one, several in zip(of_one, of_towers):
         np.testing.assert_allclose(several, one, atol=1e-5 if one.dtype == np.float32 else 1e-9)
 

@@ -4,7 +4,7 @@ import re
 import tensorflow.compat.v1 as tf
 
 from towers.graph.private import forward_op_of
-from towers.graph.walk import ancestors, op_of, written_variable
+from towers.graph.walk import ancestors, op_of, writes_of, written_variable
 
 __all__ = ["applies_gradients", "refuse_training"]
 
@@ -36,7 +36,7 @@ def refuse_training(ops, train_ops=()):
 def _written_by_gradients(ops):
     """Returns an op that assigns to a trainable variable what gradients were made of, or None."""
     trainable = {variable.op for variable in tf.trainable_variables()}
-    writes = [op for op in ops if trainable and written_variable(op) in trainable]
+    writes = [op for op in writes_of(ops) if written_variable(op) in trainable] if trainable else []
     if not writes:
         return None
     made = set(ops)

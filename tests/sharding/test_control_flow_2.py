@@ -1,0 +1,39 @@
+"""Branches, loops and functions of control flow 2, all in one model: whoever changes a rule of theirs finds it out by `make test`.
+
+`make test-graph` holds each of them by itself.
+"""
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.sharding.test_sharding_bodies import FORMS, HELD, batch
+from tests.support import loss_and_gradients
+
+
+@pytest.fixture(autouse=True)
+def control_flow_2():
+    """Control flow 2 and the resource variables that it wants, whatever the process has."""
+    if tf.control_flow_v2_enabled():
+        yield
+        return
+    tf.enable_control_flow_v2()
+    tf.enable_resource_variables()
+    yield
+    tf.disable_control_flow_v2()
+    tf.disable_resource_variables()
+
+
+def all_forms(*args):
+    losses = []
+    for name in HELD:
+        with tf.variable_scope(name):
+            losses.append(FORMS[name](*args))
+    return tf.add_n([tf.cast(loss, tf.float64) for loss in losses])
+
+
+def test_what_bodies_compute_in_one_model_is_the_whole_batch():
+    of_one = loss_and_gradients(all_forms, batch(), [9])
+    of_towers = loss_and_gradients(towers.whole_batch(all_forms), batch(), [4, 5])
+    for one, several in zip(of_one, of_towers):
+        np.testing.assert_allclose(several, one, rtol=1e-4, atol=1e-5 if one.dtype == np.float32 else 1e-9)
