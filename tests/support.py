@@ -1,4 +1,5 @@
 """What tests share: CPU towers, sessions, and training without towers as the authority."""
+import contextlib
 import importlib
 import inspect
 
@@ -44,6 +45,21 @@ def has_tf_estimator():
         return callable(tf.estimator.Estimator)
     except (AttributeError, ImportError):
         return False
+
+
+@contextlib.contextmanager
+def control_flow_2():
+    """Control flow 2 and the resource variables that it wants, whatever the process has."""
+    has_it = tf.control_flow_v2_enabled()
+    if not has_it:
+        tf.enable_control_flow_v2()
+        tf.enable_resource_variables()
+    try:
+        yield
+    finally:
+        if not has_it:
+            tf.disable_control_flow_v2()
+            tf.disable_resource_variables()
 
 
 def cpus(count):

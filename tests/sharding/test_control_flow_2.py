@@ -3,25 +3,11 @@
 `make test-graph` holds each of them by itself.
 """
 import numpy as np
-import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
 from tests.sharding.test_sharding_bodies import FORMS, HELD, batch
-from tests.support import loss_and_gradients
-
-
-@pytest.fixture(autouse=True)
-def control_flow_2():
-    """Control flow 2 and the resource variables that it wants, whatever the process has."""
-    if tf.control_flow_v2_enabled():
-        yield
-        return
-    tf.enable_control_flow_v2()
-    tf.enable_resource_variables()
-    yield
-    tf.disable_control_flow_v2()
-    tf.disable_resource_variables()
+from tests.support import control_flow_2, loss_and_gradients
 
 
 def all_forms(*args):
@@ -33,7 +19,8 @@ def all_forms(*args):
 
 
 def test_what_bodies_compute_in_one_model_is_the_whole_batch():
-    of_one = loss_and_gradients(all_forms, batch(), [9])
-    of_towers = loss_and_gradients(towers.whole_batch(all_forms), batch(), [4, 5])
+    with control_flow_2():
+        of_one = loss_and_gradients(all_forms, batch(), [9])
+        of_towers = loss_and_gradients(towers.whole_batch(all_forms), batch(), [4, 5])
     for one, several in zip(of_one, of_towers):
         np.testing.assert_allclose(several, one, rtol=1e-4, atol=1e-5 if one.dtype == np.float32 else 1e-9)

@@ -3,12 +3,14 @@
 Each model is one tower's on the whole batch, in loss and gradients. What is lost without this file: `tf.map_fn` would cost each
 tower the turns of all, or be wrong where a turn takes more than its example.
 """
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from tests.support import build, session
+from tests.support import build, control_flow_2, loss_and_gradients, session
 from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
@@ -224,6 +226,25 @@ def gathers_its_turns(model, known):
 def assert_is_exact(model, known, sizes):
     model = model if known else lambda x, model=model: model(tf.placeholder_with_default(x, [None, 4]))
     assert_equals_one_batch(towers.whole_batch(model), (X[:sum(sizes)],), len(sizes), sizes=sizes, steps=2)
+
+
+def test_loops_in_one_model_are_the_whole_batchs():
+    """Some of control flow 1, others of control flow 2: what `make test` holds of all loops, of which it runs one by itself."""
+    others = control_flow_2 if tf.control_flow_v2_enabled() else contextlib.nullcontext
+    for turn, control_flow in enumerate((others, control_flow_2)):
+        names = sorted(set(OWN) - {"written to a list that grows"})[turn::3] + sorted(WHOLE)[4 * turn::8]
+
+        def model(x, names=names):
+            found = []
+            for number, name in enumerate(names):
+                with tf.variable_scope("loop_%d" % number):
+                    found.append({**OWN, **WHOLE}[name](x))
+            return tf.add_n(found)
+        with control_flow():
+            of_one = loss_and_gradients(model, (X,), [12])
+            of_towers = loss_and_gradients(towers.whole_batch(model), (X,), [5, 7])
+        for one, of_several in zip(of_one, of_towers):
+            np.testing.assert_allclose(of_several, one, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name,known", covering(sorted(OWN), [True, False], one_in=1))
