@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 import warnings
+from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell leaves it in the background; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,6 +39,9 @@ _ONCE = ("benchmarks", "cluster", "conversion_forms", "errors_page", "inlined", 
          "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
 collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
+# Folders whose tests take moments, so that `make test` runs all their cases.
+_QUICK = ("api", "plain_towers")
+
 # Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
 hypothesis.settings.register_profile(
     "towers", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_CASES", 25)), print_blob=True,
@@ -47,14 +51,14 @@ hypothesis.settings.load_profile("towers")
 
 @pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Marks all cases of a test but its first as left to `make test-laws`.
+    """Marks all cases of a test but its first as left to `make test-laws`, where they take long.
 
     Groups of tests that run in one process begin first: at the end the other process would wait.
     """
     tests = set()
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("sweep") is None:
-            if (item.parent, item.originalname) in tests:
+            if (item.parent, item.originalname) in tests and Path(item.fspath).parent.name not in _QUICK:
                 item.add_marker(pytest.mark.laws)
             tests.add((item.parent, item.originalname))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
