@@ -34,9 +34,9 @@ tf.logging.set_verbosity(tf.logging.ERROR)
 
 # What reads files alone, is no part of the library, looks at how a model is written, or runs in processes that choose a behaviour
 # themselves, is tested once.
-_ONCE = ("benchmarks", "cluster", "conversion_forms", "errors_page", "inlined", "keras3", "launch", "mixed_losses",
-         "number_powers", "one_client", "packages", "plain_scripts", "positions", "regrouping", "sharding_rules", "site",
-         "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
+_ONCE = ("benchmarks", "cluster", "control_flow_2", "conversion_forms", "errors_page", "inlined", "keras3", "launch",
+         "mixed_losses", "number_powers", "one_client", "packages", "plain_scripts", "positions", "regrouping", "sharding_rules",
+         "site", "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
 collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
 # Folders whose tests take moments, so that `make test` runs all their cases.

@@ -192,3 +192,9 @@ def test_updates_that_tensorflow_gives_no_order_run_in_that_in_which_they_were_m
 
     rng = np.random.RandomState(0)
     assert_equals_one_batch(wrap(model_fn), (rng.randn(7, 3), rng.randn(7, 3) + 3))
+
+
+def test_a_model_is_held_to_how_far_the_next_numbers_move_it():
+    x, labels = towers.testing._other_last_bits((np.ones(99, np.float32), np.arange(3)), 0)
+    assert x.dtype == np.float32 and set(x.tolist()) == {1 - 2.0 ** -24, 1 + 2.0 ** -23}
+    assert labels.dtype == np.arange(3).dtype and labels.tolist() == [0, 1, 2]

@@ -15,6 +15,7 @@ import tf_syncbn
 import towers
 import towers.testing
 from tests.support import build
+from towers.api import arguments
 
 HERE = [pathlib.Path(package.__file__).parent for package in (towers, tf_syncbn)]
 X = np.random.RandomState(0).randn(6, 3)
@@ -74,6 +75,26 @@ if hasattr(tf, "estimator"):
         "model_fn": lambda features, labels, mode: None})
     CALLS["TowerOptimizer"] = lambda: (towers.TowerOptimizer, {"optimizer_or_optimizer_fn": optimizer()})
 
+KINDS = [  # a kind of arguments, what is one, and what is none
+    (arguments.WHOLE, [0, -3, np.int32(2)], [True, 0.5, "2", None, [2]]),
+    (arguments.NUMBER, [0, 0.5, np.float32(2), np.array(1.0)], [True, "2", None, [2.0], np.ones(1)]),
+    (arguments.FLAG, [True, np.bool_(False)], [0, "True", None]),
+    (arguments.TEXT, ["a"], [b"a", 1, None]),
+    (arguments.LIST, [[], (1,), iter([1])], ["ab", {}, 1, None]),
+    (arguments.FUNCTION, [len, tf.Graph], ["len", None]),
+    (arguments.optional(arguments.WHOLE), [None, 2], [True, 0.5]),
+]
+
+
+@pytest.mark.parametrize("kind,right,wrong", KINDS, ids=lambda value: getattr(value, "what", ""))
+def test_a_kind_of_arguments_holds_what_is_one_and_nothing_else(kind, right, wrong):
+    for value in right:
+        arguments.check(kind, size=value)
+    for value in wrong:
+        with pytest.raises(TypeError, match="^size has to be %s, not " % re.escape(kind.what)):
+            arguments.check(kind, size=value)
+
+
 WRONG = {
     "a number": lambda: 7, "a fraction": lambda: 0.5, "a string": lambda: "nonsense", "a list": lambda: [3],
     "an empty list": list, "a dict": lambda: {"a": 1}, "an object": object, "a tensor": lambda: tf.constant([1.0, 2.0]),
@@ -101,8 +122,8 @@ def test_a_wrong_argument_is_an_error_of_the_librarys(name):
     found = []
     with tf.Graph().as_default():
         function, _ = CALLS[name]()
-        arguments = [each for each in inspect.signature(function).parameters]
-    for argument in arguments:
+        names = list(inspect.signature(function).parameters)
+    for argument in names:
         for kind, value in WRONG.items():
             with tf.Graph().as_default():
                 function, right = CALLS[name]()

@@ -75,6 +75,7 @@ BUILD = """
 """
 
 
+@pytest.mark.laws
 def test_importing_and_training_a_synced_model_warns_of_nothing(tmp_path):
     programs = []
     for name, program in (("import", IMPORT), ("build", BUILD)):

@@ -378,6 +378,7 @@ def of_sequences(tokens, labels):
     return loss_of(tf_syncbn.sync_batch_norm(of_rows), labels)
 
 
+@pytest.mark.laws
 def test_data_set_with_ragged_tensors_trains_as_one_tower(Dataset):
     lengths = RNG.randint(0, 5, 22)
     tokens = RNG.randint(0, 9, lengths.sum())

@@ -490,6 +490,7 @@ def test_a_broken_checkpoint_is_one_sentence_and_nothing_is_written(tmp_path, ca
     assert not list(tmp_path.glob("new*"))
 
 
+@pytest.mark.laws
 def test_runs_as_a_module_without_a_warning(tmp_path):
     path = write(tmp_path / "model", floats("bn/mean/EMA"))
 

@@ -63,6 +63,7 @@ def assert_left_alone(model_fn, batch):
     assert [layer.scope for layer in converted.converted] == ["beside/bn"]
 
 
+@pytest.mark.laws
 def test_batch_norms_after_a_loop_train_as_one_tower_does(assert_law):
     """What a loop adds up is of the data only by way of the loop's other results, and of variables at once."""
     def model_fn(x):
@@ -78,6 +79,7 @@ def test_batch_norms_after_a_loop_train_as_one_tower_does(assert_law):
     assert_law(model_fn, batch_of(3), ["after", "beside"])
 
 
+@pytest.mark.laws
 @pytest.mark.skipif(not has_tf_layers(), reason="this TensorFlow has no recurrent cells")
 @pytest.mark.parametrize("cell", covering(["GRUCell", "BasicLSTMCell"], one_in=4))
 def test_batch_norms_after_a_recurrent_network_train_as_one_tower_does(cell, assert_law):
@@ -525,6 +527,7 @@ def test_what_follows_a_batch_norm_is_divided_by_its_own_number(sizes, first, la
     assert_equals_one_batch(model, batch_of(4, 3), len(sizes), sizes)
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("of_each,layer", covering([
     lambda x: tf.stack([tf.sin(row) for row in tf.unstack(x)]), lambda x: tf.stack([tf.sin(x[i]) for i in range(x.shape[0])]),
     lambda x: tf.concat([tf.sin(row) for row in tf.split(x, int(x.shape[0]))], 0), lambda x: tf.map_fn(tf.sin, x),

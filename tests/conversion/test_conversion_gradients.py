@@ -91,6 +91,7 @@ def vat(layer):
     return model_fn, (IMAGES, OTHERS, LABELS)
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("sizes", [[2, 5], pytest.param([1, 4, 2], marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("layer", [by_moments, fused])
 @pytest.mark.parametrize("made", [wgan_gp, maml, vat])

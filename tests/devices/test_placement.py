@@ -61,8 +61,9 @@ def gpus(monkeypatch):
 
 def test_without_gpus_there_is_one_tower_on_the_cpu_and_that_is_said(gpus):
     gpus(0)
-    with pytest.warns(UserWarning, match=r"sees no GPU, so towers stand on the CPU.*say devices=\[\"/cpu:0\"\]"):
+    with pytest.warns(UserWarning, match=r"sees no GPU, so towers stand on the CPU.*say devices=\[\"/cpu:0\"\]") as warned:
         assert towers.TowerBuilder().devices == towers.find_devices() == ["/cpu:0"]
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize("devices,count,words", [
@@ -160,6 +161,7 @@ def test_session_config_makes_the_cpu_devices_exist_and_keeps_what_it_was_given(
     assert towers.session_config(["/gpu:0", "/gpu:7"]).device_count["CPU"] == 1
 
 
+@pytest.mark.laws
 def test_looking_for_devices_starts_no_runtime_and_cpu_devices_exist_in_the_first_session():
     # Once a runtime has started, which takes the GPUs' memory, visible devices can't be set any more; the first session of a
     # process fixes its CPU devices.

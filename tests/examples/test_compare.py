@@ -47,6 +47,7 @@ def finished(tmp_path_factory):
     return folder, (first, second), called, after_cut
 
 
+@pytest.mark.laws
 def test_a_comparison_that_was_cut_goes_on_and_repeats_nothing(finished):
     folder, statuses, called, after_cut = finished
     assert statuses == (130, 0) and called == ["one", "synced", "unsynced", "unsynced", "unsynced-all"]
@@ -57,6 +58,7 @@ def test_a_comparison_that_was_cut_goes_on_and_repeats_nothing(finished):
     assert (folder / "compare.png").read_bytes().startswith(PNG) and len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.laws
 def test_finished_comparison_is_shown_again_and_takes_more_seeds(finished, capsys, monkeypatch):
     folder, _, _, _ = finished
     monkeypatch.setattr(Trainings, "train_one", lambda self, kind, seed, start: pytest.fail("trained again"))
@@ -87,6 +89,7 @@ def test_synced_towers_train_as_one_and_unsynced_ones_do_not(finished):
     assert all(0 <= run["test_accuracy"] <= 1 for run in runs.values())
 
 
+@pytest.mark.laws
 def test_all_kinds_begin_with_the_same_values_and_see_the_same_batches(monkeypatch):
     made = []
     monkeypatch.setattr(compare.comparing, "compare", lambda settings, described, *functions: made.append(

@@ -208,6 +208,7 @@ def test_a_damaged_file_is_named_or_does_no_harm_and_nothing_is_lost(base, data,
     event(hurt(name, base, chosen(data.draw), kind, at, bit))  # --hypothesis-show-statistics says how many
 
 
+@pytest.mark.laws
 @settings(max_examples=CASES // 5 + 1, phases=[Phase.explicit, Phase.generate])
 @given(st.sampled_from([("train", "run"), ("evaluate", "run"), ("evaluate", "binary"), ("train on pickles", "pickled"),
                         ("compare", "compare"), ("list", "run"), ("train on scenes", "scenes"), ("predict", "seg")]),
@@ -225,6 +226,7 @@ def test_a_damaged_folder_is_named_and_stays(base, which, kind):
         assert damage.digests(folder) == before
 
 
+@pytest.mark.laws
 @settings(max_examples=CASES // 5 + 1, phases=[Phase.explicit, Phase.generate])
 @given(st.sampled_from(["train", "train on scenes", "compare", "convert"]), st.integers(0, 10 ** 6), st.booleans())
 def test_a_full_disk_is_one_sentence_and_the_next_run_comes_to_the_same(base, name, drawn, by_size):

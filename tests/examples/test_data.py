@@ -32,6 +32,7 @@ def binary(records, tmp_path_factory):
     return root
 
 
+@pytest.mark.laws
 def test_binary_files_are_read_plane_by_plane(binary, records):
     dataset = data.load(str(binary))
     assert dataset.train.images.shape == (50000, 32, 32, 3) and dataset.test.images.dtype == np.uint8
@@ -42,6 +43,7 @@ def test_binary_files_are_read_plane_by_plane(binary, records):
     np.testing.assert_array_equal(inside.test.labels, dataset.test.labels)
 
 
+@pytest.mark.laws
 def test_python_files_hold_the_same(binary, records, tmp_path):
     folder = tmp_path / data.PICKLE_FOLDER
     folder.mkdir()

@@ -107,6 +107,7 @@ def test_training_killed_again_and_again_comes_to_the_bits_of_one_that_never_was
     print("%d kills of a training of %d steps" % (kills, steps))
 
 
+@pytest.mark.laws
 def test_conversion_killed_again_and_again_leaves_no_checkpoint_or_a_whole_one(tmp_path):
     rng, log, out = random.Random(KILLS), tmp_path / "log", tmp_path / "out"
     (tmp_path / "from").mkdir()

@@ -98,6 +98,7 @@ class Joined:
         return tf.nn.batch_normalization(x, *self._moments[layer], beta, gamma, 1e-5)
 
 
+@pytest.mark.laws
 @of_tf2
 def test_towers_whose_images_differ_in_size_train_as_their_pixels_together(parts):
     batches = [scenes(2, 16, 24), scenes(1, 17, 13, seed=1)]
@@ -138,6 +139,7 @@ def test_network_of_tf_layers_is_converted_to_the_same_losses(parts):
     assert len(converted.converted) == sum(name.endswith("moving_mean") for name in after) > 7
 
 
+@pytest.mark.laws
 def test_mask_leaves_void_out_of_the_moments(parts):
     images, labels = scenes(4, void=0)
     labels[:, :, 12:] = VOID
@@ -206,6 +208,7 @@ def test_nearest_takes_the_value_under_each_center():
     np.testing.assert_array_equal(same, labels)
 
 
+@pytest.mark.laws
 def test_outputs_are_counted_as_numpy_counts():
     images, labels = scenes(4)
     outputs = towers.TowerBuilder(cpus(2)).build(network(weight_decay=0.0), tuple(map(tf.constant, (images, labels)))).merged()

@@ -77,6 +77,7 @@ def test_a_label_smoothing_that_is_no_share_is_one_sentence_and_status_2(tmp_pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.laws
 def test_a_folder_from_before_there_were_recipes_goes_on_and_says_what_changes(one_layer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "generate", lambda made=data.generate(32, 20): made)
     command = ["--depth", "8", "--batch-size", "8", "--num-towers", "1", "--train-dir", str(tmp_path)]

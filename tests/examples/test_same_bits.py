@@ -67,6 +67,7 @@ def killed(settings, part):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.laws
 @pytest.mark.once
 def test_a_training_that_is_killed_is_one_sentence_and_status_2(capsys, monkeypatch):
     monkeypatch.setattr(same_bits, "digests", killed)

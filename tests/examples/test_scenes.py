@@ -116,6 +116,7 @@ def test_training_images_are_scaled_cropped_and_flipped_with_their_labels(tmp_pa
     assert 0.45 < factors.min() < 0.8 and 1.3 < factors.max() < 2.2
 
 
+@pytest.mark.laws
 def test_recoloured_images_have_another_saturation_contrast_and_brightness_and_are_the_same_else(camvid):
     dataset, factors = scenes.load(str(camvid)), []
 

@@ -75,6 +75,7 @@ def test_evaluation_finds_what_the_training_found_and_says_it_of_each_class(trai
     assert np.mean(found) == pytest.approx(100 * results["test_mean_iou"], abs=0.01)
 
 
+@pytest.mark.laws
 def test_evaluation_by_windows_as_large_as_the_image_is_that_of_the_image(trained, evaluated, capsys):
     assert evaluate.main(["--train-dir", str(trained), "--window", "48", "64"]) == 0
     assert capsys.readouterr().out == evaluated
@@ -107,6 +108,7 @@ def test_predictions_are_drawn_beside_images_and_labels(trained, tmp_path, capsy
     np.testing.assert_allclose(predict.coloured(np.array([[0, 1, 255]]), colours), [[[1, 0, 0], [0, 0.2, 0], [0, 0, 0]]])
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("kinds", [["one", "synced"], pytest.param(list(KINDS), marks=pytest.mark.sweep)])
 def test_comparison_holds_synced_towers_to_one(tmp_path, capsys, monkeypatch, kinds):
     for kind in set(KINDS) - set(kinds):
@@ -153,6 +155,7 @@ def test_what_was_not_trained_so_is_refused(trained, tmp_path, capsys):
         refuse(capsys, train.main, SMALL + ["--train-dir", str(trained)] + given, message)
 
 
+@pytest.mark.laws
 def test_a_damaged_file_is_named_whatever_command_meets_it(trained, tmp_path, capsys):
     rng = np.random.RandomState(0)
     for split in ("train", "test"):

@@ -90,6 +90,7 @@ def test_training_leaves_checkpoint_summaries_results_and_curve(trained):
     assert {"loss", "accuracy", "learning_rate", "test_accuracy"} <= tags
 
 
+@pytest.mark.laws
 @pytest.mark.once
 def test_rerun_of_a_finished_training_changes_nothing_but_says_so(small, capsys):
     results = (small / "results.json").read_text()
@@ -205,6 +206,7 @@ def test_checkpoint_of_another_depth_is_refused_and_nothing_is_overwritten(train
     assert [e for e in listing(train_dir) if e[0] != "settings.json"] == [e for e in before if e[0] != "settings.json"]
 
 
+@pytest.mark.laws
 @pytest.mark.once
 def test_deeper_checkpoint_is_not_taken_for_a_shallower_one(tmp_path, capsys):
     with tf.Graph().as_default():
@@ -217,6 +219,7 @@ def test_deeper_checkpoint_is_not_taken_for_a_shallower_one(tmp_path, capsys):
     refuse(capsys, train.main, ONE_TOWER + ["--train-dir", str(tmp_path)], "is not of a ResNet-8: it has stage0_block1/")
 
 
+@pytest.mark.laws
 @pytest.mark.once
 def test_damaged_files_of_a_training_folder_are_refused(small, tmp_path, capsys):
     train_dir = small
@@ -381,6 +384,7 @@ def test_events_that_can_not_be_written_are_one_sentence(one_layer, tmp_path, ca
         refuse(capsys, train.main, ONE_TOWER + ["--steps", "3", "--train-dir", str(tmp_path)], "events.* written: File too large")
 
 
+@pytest.mark.laws
 @pytest.mark.once
 def test_output_that_can_not_be_written_is_one_sentence(small, tmp_path):
     with open("/dev/full", "w") as full:
@@ -395,6 +399,7 @@ class Killed(BaseException):
     """The process is gone, as far as the training can tell."""
 
 
+@pytest.mark.laws
 @pytest.mark.once
 def test_train_loss_is_over_all_steps_of_the_epoch_although_it_was_killed(one_layer, tmp_path, monkeypatch):
     seen = {}

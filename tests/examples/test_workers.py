@@ -123,6 +123,7 @@ def kill(launcher, moments, train_dir):
         killed += running
 
 
+@pytest.mark.laws
 @pytest.mark.once
 @pytest.mark.parametrize("number,to", [
     pytest.param(signal.SIGINT, "all", marks=pytest.mark.sweep), (signal.SIGTERM, "worker 1")])
@@ -142,6 +143,7 @@ def test_a_signal_stops_all_at_the_same_step(tmp_path, number, to):
     assert step == newest(tmp_path) >= 5 and "Traceback" not in err and "waited" not in err
 
 
+@pytest.mark.laws
 @pytest.mark.once
 @pytest.mark.parametrize("arguments,message", [
     pytest.param(["--batch-size", "3", "--num-towers", "2"], "A batch of 3 is too small for 4 towers", marks=pytest.mark.sweep),
@@ -166,6 +168,7 @@ def test_a_worker_alone_without_the_others_says_so(tmp_path, monkeypatch, capsys
     assert "this process evaluates: the command that evaluates does, once for all" in capsys.readouterr().err
 
 
+@pytest.mark.laws
 @pytest.mark.once
 def test_a_worker_that_nobody_joins_ends_with_a_status_that_is_tried_again(tmp_path):
     config = {"cluster": {"worker": ["localhost:%d" % port for port in free_ports(2)]}, "task": {"type": "worker", "index": 0}}

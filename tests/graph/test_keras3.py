@@ -79,6 +79,7 @@ def output_of():
     return dict(zip(models, outputs_of(models))).__getitem__
 
 
+@pytest.mark.laws
 @of_keras_3
 @pytest.mark.parametrize("model", FAILING)
 def test_what_fails_in_keras_3_says_the_cure(output_of, model):
@@ -87,6 +88,7 @@ def test_what_fails_in_keras_3_says_the_cure(output_of, model):
     assert CURE in out and out.rstrip().endswith("FROM " + original)
 
 
+@pytest.mark.laws
 @of_keras_3
 def test_updates_that_keras_3_keeps_nowhere_are_warned_of_with_the_cure(output_of):
     out = output_of(WITH_UPDATES)

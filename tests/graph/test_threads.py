@@ -121,6 +121,7 @@ def test_steps_of_eight_threads_on_one_session_train_to_what_they_train_to_one_a
     assert (found["bn/moving_variance"] <= np.maximum(1, X.var(1).max(0))).all() and (found["bn/moving_variance"] > 0).all()
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("placement", ["replicated"] + [
     pytest.param(placement, marks=pytest.mark.sweep) for placement in ("host", "first", "round_robin")])
 def test_training_by_eight_threads_counts_every_step_and_leaves_what_trains_on(placement):
@@ -137,6 +138,7 @@ def test_training_by_eight_threads_counts_every_step_and_leaves_what_trains_on(p
         assert other.run(made["loss"]) == after
 
 
+@pytest.mark.laws
 def test_loops_of_several_threads_on_one_session_count_every_step():
     made = trained()
     losses, loop = towers.repeat(lambda: (made["loss"], made["train_op"]), 10)
@@ -145,6 +147,7 @@ def test_loops_of_several_threads_on_one_session_count_every_step():
         assert shared.run(made["step"]) == 40 and np.isfinite(found).all()
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("in_loop,sizes", covering([False, True], [None, SIZES]))
 def test_pools_of_one_thread_train_to_the_bits_of_others(in_loop, sizes):
     made = trained("replicated", sizes)
@@ -169,6 +172,7 @@ def with_graph(made, function, *args):
         return function(*args)
 
 
+@pytest.mark.laws
 def test_a_pool_of_one_thread_reads_a_data_set_and_trains():
     data = tf.data.Dataset.from_tensor_slices(X.reshape([-1, 3])).shuffle(72, seed=1).repeat().batch(9).prefetch(2)
     replicas = build(network, data, 4)
@@ -215,6 +219,7 @@ def test_builds_in_threads_of_their_own_make_the_graphs_that_one_thread_makes(ma
         assert found == expected
 
 
+@pytest.mark.laws
 def test_a_builder_makes_in_each_graph_what_it_makes_in_the_first():
     builder = towers.TowerBuilder(cpus(3), variable_placement="round_robin", num_towers=4)
     first = graph_of(network, 1, builder)
@@ -222,6 +227,7 @@ def test_a_builder_makes_in_each_graph_what_it_makes_in_the_first():
         assert found == first
 
 
+@pytest.mark.laws
 def test_a_converted_model_is_built_in_two_threads_at_once():
     """It has other batch norms in each of them: the threads wait for one another in each tower, so that they take turns."""
     together = threading.Barrier(2)

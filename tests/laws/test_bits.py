@@ -61,6 +61,7 @@ def test_the_same_towers_give_the_same_bits_on_any_devices(num_towers, optimizer
         assert [name for name in first if again[name] != first[name]] == []
 
 
+@pytest.mark.laws
 def test_training_goes_on_from_a_checkpoint_on_other_devices_as_if_never_stopped(tmp_path):
     path = str(tmp_path / "model")
     uninterrupted = trained(4, *DEVICES[1], "adam", "first")

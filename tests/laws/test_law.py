@@ -175,6 +175,7 @@ def test_tower_whose_weight_is_zero_though_it_has_rows_counts_nothing():
 
 
 # In float32 towers may differ by as much as the order of sums does, which is most where their sizes do.
+@pytest.mark.laws
 @pytest.mark.parametrize("split,policy", [
     pytest.param(split, policy, marks=() if (split, policy) == ((3, [1, 7, 4]), "first") else pytest.mark.sweep)
     for split in SPLITS for policy in POLICIES])

@@ -168,11 +168,13 @@ def networks(*run):
         pytest.param(name, marks=() if name in run else pytest.mark.sweep) for name in sorted(NETWORKS)])
 
 
+@pytest.mark.laws
 @networks("both ways", "static")
 def test_a_recurrent_model_trains_as_one_tower_does(name):
     assert_law(model_of(NETWORKS[name]))
 
 
+@pytest.mark.laws
 @networks("gru", "raw")
 def test_batch_norms_before_and_after_a_loop_sync(name):
     assert_law(model_of(NETWORKS[name], synced, synced, of_steps=name != "raw"))
@@ -241,6 +243,7 @@ def test_tensorflows_own_cells_train_as_one_tower_does(cell):
     assert_law(model_of(dynamic(lambda: getattr(tf.nn.rnn_cell, cell)(UNITS)), None, synced))
 
 
+@pytest.mark.laws
 @pytest.mark.skipif(not has_tf_layers(), reason="tf.keras is Keras 3 here")
 @pytest.mark.parametrize("layer", ["GRU", pytest.param("LSTM", marks=pytest.mark.sweep)])
 def test_keras_recurrent_layers_train_as_one_tower_does(layer):
@@ -321,6 +324,7 @@ def test_the_mend_for_a_loop_that_normalizes_each_step_is_to_unroll_it():
     assert_law(model_of(network))
 
 
+@pytest.mark.laws
 def test_clipped_gradients_of_a_recurrent_model_are_those_of_one_tower():
     trained, initial = [], None
     for num_towers in (1, 2):

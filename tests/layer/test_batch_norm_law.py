@@ -6,6 +6,7 @@ import os
 
 import hypothesis
 import numpy as np
+import pytest
 import tensorflow.compat.v1 as tf
 from hypothesis import strategies as st
 
@@ -38,6 +39,7 @@ def test_few_values_and_large_means_are_as_near_as_the_same_steps_come_in_numpy(
     assert_law(case, data, ours, expect(case, data), expect_in_steps(case, data))
 
 
+@pytest.mark.laws
 @FEWER
 @hypothesis.given(cases(), st.data())
 def test_another_split_of_the_batch_changes_nothing(case, draws):

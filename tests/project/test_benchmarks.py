@@ -111,6 +111,7 @@ def assert_table(out, path):
     assert out.endswith("\nwrote %s\n" % path)
 
 
+@pytest.mark.laws
 @pytest.mark.usefixtures("shallow")
 def test_benchmark_of_gpus_runs_on_any_devices_and_is_left_out_without(tmp_path, capsys, monkeypatch):
     if not [device for device in towers.find_devices() if "gpu" in device]:
@@ -171,6 +172,7 @@ def run_in_forks(command, environments):
     return json.loads(re.search(r"^\{.*\}$", results[0][1], re.M).group())
 
 
+@pytest.mark.laws
 def test_bytes_that_workers_send_are_those_of_their_collectives(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(workers, "_run", run_in_forks)
     path = workers.main(["--workers", "3", "--depth", "2", "--batch-size", "3", "--steps", "1", "--rounds", "1", "--out",
@@ -206,6 +208,7 @@ def test_differences_of_the_law_are_the_largest_of_each_kind():
     assert law.differences(one, other) == {"loss": 0.25, "gradients": 0.25, "variables": 0.2}
 
 
+@pytest.mark.laws
 def test_the_law_holds_of_synced_towers_in_its_picture_and_of_no_others(tmp_path):
     ones, pairs = ({synced: law.train(count, synced, np.float64, 2, 5) for synced in (True, False)} for count in (1, 2))
     synced, unsynced = (law.differences(ones[synced], pairs[synced]) for synced in (True, False))

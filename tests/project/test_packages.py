@@ -199,6 +199,7 @@ def results():
     return dict(zip(programs, run_forks("import tensorflow.compat.v1", [(program, {}, ()) for program in programs.values()])))
 
 
+@pytest.mark.laws
 @in_processes
 @pytest.mark.parametrize("module", MODULES)
 def test_importing_changes_nothing_in_the_process(results, module):
@@ -206,6 +207,7 @@ def test_importing_changes_nothing_in_the_process(results, module):
     assert status == 0, output
 
 
+@pytest.mark.laws
 @in_processes
 def test_building_and_training_towers_imports_nothing_of_contrib(results):
     status, output = results[BUILD]

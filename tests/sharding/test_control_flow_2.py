@@ -1,8 +1,9 @@
-"""Branches, loops and functions of control flow 2, all in one model: whoever changes a rule of theirs finds it out by `make test`.
+"""Branches, loops and functions of control flow 2, all in one model: whoever changes a rule of theirs learns it by `make test`.
 
 `make test-graph` holds each of them by itself.
 """
 import numpy as np
+import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
@@ -18,6 +19,7 @@ def all_forms(*args):
     return tf.add_n([tf.cast(loss, tf.float64) for loss in losses])
 
 
+@pytest.mark.once
 def test_what_bodies_compute_in_one_model_is_the_whole_batch():
     with control_flow_2():
         of_one = loss_and_gradients(all_forms, batch(), [9])

@@ -623,11 +623,13 @@ def unsized(model_fn):
 
 
 # Held in each run: a form of each kind. A sweep holds them all, with known and unknown sizes.
-HELD = ("a_branch_by_a_statistic a_branch_that_centres a_branch_that_writes_a_moving_mean branches_of_chosen_rows a_switch_case "
-        "a_loop_that_centres_each_turn a_loop_that_divides_by_the_size a_loop_that_adds_up_sums_over_examples a_branch_in_a_loop "
-        "a_loop_over_pairs_with_a_state_of_each a_loop_that_centres_with_a_gradient_within_the_model "
+HELD = ("a_branch_by_a_statistic a_branch_that_centres a_branch_that_writes_a_moving_mean branches_of_chosen_rows "
+        "a_switch_case a_loop_that_centres_each_turn a_loop_that_divides_by_the_size a_loop_that_adds_up_sums_over_examples "
+        "a_branch_in_a_loop a_loop_over_pairs_with_a_state_of_each a_loop_that_centres_with_a_gradient_within_the_model "
         "a_map_over_examples_with_the_batch a_scan_over_time a_slope_through_a_scan a_recurrence_there_and_back "
-        "a_function_called_twice a_function_in_a_loop a_function_that_writes a_function_that_makes_pairs").split()
+        "a_function_called_twice a_function_in_a_loop a_function_that_writes a_function_that_makes_pairs "
+        "a_loop_that_chooses_rows a_branch_in_a_branch a_function_with_a_gradient_within_the_model an_array_of_sums "
+        "an_array_that_is_joined").split()
 
 
 @pytest.mark.parametrize("name, is_known", [

@@ -173,6 +173,7 @@ def model_of_few_sums(x, labels):
     return tf.reduce_sum(weights * tf.reduce_sum(similar ** 2, 1)) / tf.reduce_sum(weights)
 
 
+@pytest.mark.laws
 def test_the_same_towers_give_the_same_bits_on_any_devices():
     def trained(devices, aggregation_device=None):
         with tf.Graph().as_default():

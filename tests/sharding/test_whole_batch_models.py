@@ -317,6 +317,7 @@ def test_gradients_that_the_model_takes_are_the_whole_batchs(model, known):
     assert_is_exact(model, known=known)
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 def test_a_hessian_product_through_a_batch_norm_is_the_whole_batchs(known):
     if tf.__version__.startswith("1.") and not known:

@@ -173,6 +173,7 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("towers", "tf
 """
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("kind", ["synced", pytest.param("converted", marks=pytest.mark.sweep)])
 def test_saved_model_is_served_without_our_packages_as_towers_evaluate(kind, tmp_path):
     if kind == "converted" and not has_tf_layers():

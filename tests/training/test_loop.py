@@ -140,6 +140,7 @@ def test_converted_models_and_control_flow_within_the_step_train_as_in_separate_
     assert_same(training(model, num_towers=3))
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.sweep)])
 def test_transforms_that_hold_steps_back_repeat_as_in_separate_calls(optimizer):
     """A step that overflows, one in two that trains, a part that is frozen; input as a data set, gradients in packs."""
@@ -194,6 +195,7 @@ def test_towers_in_a_loop_train_as_one_tower_on_the_whole_batch(sizes):
         np.testing.assert_allclose(variables[name], after[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.laws
 def test_checkpoints_of_loops_load_where_there_is_none_and_the_other_way_round(tmp_path):
     graphs, savers, found = [tf.Graph(), tf.Graph()], [], []
     for number, (graph, repeat) in enumerate(zip(graphs, (lambda step_fn: towers.repeat(step_fn, 2), lambda step_fn: step_fn()))):

@@ -103,6 +103,7 @@ def test_monitored_training_that_stopped_goes_on_as_though_it_had_not(num_towers
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
 
 
+@pytest.mark.laws
 def test_monitored_training_goes_on_with_another_number_of_towers(tmp_path):
     losses, expected = monitored_training(str(tmp_path / "whole"), 6, 1)
     first, _ = monitored_training(str(tmp_path / "parts"), 3, 3)

@@ -136,6 +136,7 @@ def test_data_set_is_divided_over_servers(cluster, one_tower):
             np.testing.assert_allclose([session.run([loss, train_op])[0] for _ in range(STEPS)], losses, rtol=1e-9)
 
 
+@pytest.mark.laws
 def test_many_steps_in_one_call_are_those_of_many_calls_on_servers_too(cluster, one_tower):
     devices = [WORKER_0, WORKER_1]
     (losses, before, after), _ = trained(devices, cluster, one_tower[1])

@@ -176,5 +176,6 @@ def test_script_that_feeds_trains_on_two_workers_as_on_one_process(trained):
     check_equal(*[values_of(trained / "feeding" / name) for name in ("workers/last", "plain/last", "plain/first")])
 
 
+@pytest.mark.laws
 def test_script_with_a_monitored_session_trains_on_two_workers_as_on_one_process(trained):
     check_equal(*[values_of(trained / "monitored" / name) for name in ("workers", "plain", "first")])

@@ -140,6 +140,7 @@ def test_a_graph_without_towers_trains_as_on_the_whole_batch(ran, way):
     assert checkpoint.get_tensor("global_step") == 3 and set(checkpoint.get_variable_to_shape_map()) == set(after)
 
 
+@pytest.mark.laws
 @once
 def test_tensors_are_summed_over_three_workers_with_their_gradients(ran):
     for rank in range(3):
@@ -175,6 +176,7 @@ def test_variables_that_drift_apart_and_draws_that_are_the_same_are_named(ran):
         assert "refused: Workers have other values of the variable 'v': worker 1's are not worker 0's." in output
 
 
+@pytest.mark.laws
 @once
 def test_a_chief_that_never_comes_and_a_port_that_is_taken_are_one_sentence():
     config = cluster(2)[1]
