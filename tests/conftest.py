@@ -39,8 +39,8 @@ _ONCE = ("benchmarks", "cluster", "control_flow_2", "conversion_forms", "errors_
          "site", "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
 collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
-# Folders whose tests take moments, so that `make test` runs all their cases.
-_QUICK = ("api", "plain_towers")
+# Folders and files whose tests take moments, so that `make test` runs all their cases.
+_QUICK = {"api", "plain_towers", "test_kernels.py"}
 
 # Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
 hypothesis.settings.register_profile(
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
     tests = set()
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("sweep") is None:
-            if (item.parent, item.originalname) in tests and Path(item.fspath).parent.name not in _QUICK:
+            if (item.parent, item.originalname) in tests and _QUICK.isdisjoint(Path(item.fspath).parts):
                 item.add_marker(pytest.mark.laws)
             tests.add((item.parent, item.originalname))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
