@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
     tests = set()
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("sweep") is None:
-            if (item.parent, item.originalname) in tests and _QUICK.isdisjoint(Path(item.fspath).parts):
+            if (item.parent, item.originalname) in tests and _QUICK.isdisjoint(Path(item.fspath).parts[-2:]):
                 item.add_marker(pytest.mark.laws)
             tests.add((item.parent, item.originalname))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
