@@ -198,3 +198,12 @@ def test_a_model_is_held_to_how_far_the_next_numbers_move_it():
     x, labels = towers.testing._other_last_bits((np.ones(99, np.float32), np.arange(3)), 0)
     assert x.dtype == np.float32 and set(x.tolist()) == {1 - 2.0 ** -24, 1 + 2.0 ** -23}
     assert labels.dtype == np.arange(3).dtype and labels.tolist() == [0, 1, 2]
+
+
+def test_a_model_may_look_numbers_up_in_a_table():
+    def model(x, words):
+        table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a", "b"], np.array([0, 1], np.int64)), -1)
+        rows = tf.gather(tf.get_variable("rows", [2, 3], tf.float64, tf.ones_initializer()), table.lookup(words))
+        return tf.reduce_mean(tf.square(rows - x))
+
+    assert_equals_one_batch(model, (np.random.RandomState(0).randn(5, 3), np.array(list("abbab"))), 2)

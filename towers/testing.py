@@ -189,7 +189,7 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
         variables = {variable.op.name: variable for variable in tf.global_variables()}
         initializers, trained = [tf.global_variables_initializer(), tf.local_variables_initializer()], []
         with tf.Session(config=session_config(devices)) as session:
-            session.run(initializers)
+            session.run(initializers + [tf.tables_initializer()])
             before = dict(session.run(variables), **(initial or {}))
             unit = max(_UNITS[dtype] for dtype in {gradient.dtype for gradient in dense.values()} | _dtypes_of(replicas.loss))
             for parts in alternatives[:1] if unit == _UNITS[tf.float64] else alternatives:
