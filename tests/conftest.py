@@ -40,7 +40,7 @@ _ONCE = ("benchmarks", "cluster", "control_flow_2", "conversion_forms", "errors_
 collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
 # Folders and files whose tests take moments, so that `make test` runs all their cases.
-_QUICK = {"api", "plain_towers", "test_kernels.py"}
+_QUICK = {"api", "batches", "devices", "plain_towers", "state", "test_exchange.py", "test_kernels.py"}
 
 # Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
 hypothesis.settings.register_profile(

@@ -46,6 +46,7 @@ def network(**options):
     return pspnet(CLASSES, width=8, dtype=tf.float64, **options)
 
 
+@pytest.mark.laws
 @of_tf2
 @pytest.mark.parametrize("options", [{"mask": True, "output_stride": 4}] + [
     pytest.param(options, marks=pytest.mark.sweep) for options in ({}, {"mask": True}, {"output_stride": 4})])

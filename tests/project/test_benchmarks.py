@@ -77,6 +77,7 @@ def test_every_variant_trains_the_same_network():
     np.testing.assert_allclose(*of_copies.values(), rtol=1e-3)
 
 
+@pytest.mark.laws
 @pytest.mark.usefixtures("shallow")
 def test_a_benchmark_writes_its_figures_and_the_report_shows_them(tmp_path, capsys):
     path = graph.main(["--towers", "2", "--rounds", "1", "--out", str(tmp_path)])

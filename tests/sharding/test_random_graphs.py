@@ -21,6 +21,7 @@ TILED = [Step("pairs", ()), Step("gradient", ())]
 ROWS_OF_ALL = [Step("reshape", ()), Step("gather", (7,)), Step("mapped", ())]
 
 
+@pytest.mark.laws
 @hypothesis.example(ROWS_OF_ALL, (1, 4), True)
 @hypothesis.example(ENDLESS, (2, 1, 3), True)
 @hypothesis.example(TILED, (3, 0, 4), False)
