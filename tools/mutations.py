@@ -109,7 +109,7 @@ def _changes(node):
         yield _start(node.test), _start(node.test), "not "
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield _start(node), _end(node), "pass"
-    elif isinstance(node, ast.Return) and getattr(node.value, "value", node.value) is not None:
+    elif isinstance(node, ast.Return) and not (node.value is None or isinstance(node.value, ast.Constant) and not node.value.value):
         yield _start(node.value), _end(node.value), "None"
 
 
