@@ -50,15 +50,15 @@ def has_tf_estimator():
 @contextlib.contextmanager
 def control_flow_2():
     """Control flow 2 and the resource variables that it wants, whatever the process has."""
-    has_it = tf.control_flow_v2_enabled()
-    if not has_it:
-        tf.enable_control_flow_v2()
-        tf.enable_resource_variables()
+    has_control_flow, has_variables = tf.control_flow_v2_enabled(), tf.resource_variables_enabled()
+    tf.enable_control_flow_v2()
+    tf.enable_resource_variables()
     try:
         yield
     finally:
-        if not has_it:
+        if not has_control_flow:
             tf.disable_control_flow_v2()
+        if not has_variables:
             tf.disable_resource_variables()
 
 

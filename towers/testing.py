@@ -187,9 +187,11 @@ def _train(model_fn, alternatives, devices, initial, update_ops, steps, optimize
         _check_draws(replicas, train_op)
         dense = {variable.op.name: tf.convert_to_tensor(gradient) for gradient, variable in grads}
         variables = {variable.op.name: variable for variable in tf.global_variables()}
-        initializers, trained = [tf.global_variables_initializer(), tf.local_variables_initializer()], []
+        tables, trained = tf.tables_initializer(), []
+        initializers = [tf.global_variables_initializer(), tf.local_variables_initializer()]
         with tf.Session(config=session_config(devices)) as session:
-            session.run(initializers + [tf.tables_initializer()])
+            session.run(tables)
+            session.run(initializers)
             before = dict(session.run(variables), **(initial or {}))
             unit = max(_UNITS[dtype] for dtype in {gradient.dtype for gradient in dense.values()} | _dtypes_of(replicas.loss))
             for parts in alternatives[:1] if unit == _UNITS[tf.float64] else alternatives:

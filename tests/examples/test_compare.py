@@ -75,6 +75,7 @@ def test_finished_comparison_is_shown_again_and_takes_more_seeds(finished, capsy
     (folder / "compare.json").write_text(before)
 
 
+@pytest.mark.laws
 def test_synced_towers_train_as_one_and_unsynced_ones_do_not(finished):
     runs = {run["kind"]: run for run in json.loads((finished[0] / "compare.json").read_text())["runs"]}
     one, synced, unsynced, of_all = (runs[kind] for kind in KINDS)

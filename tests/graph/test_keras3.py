@@ -95,6 +95,7 @@ def test_updates_that_keras_3_keeps_nowhere_are_warned_of_with_the_cure(output_o
     assert "nothing runs them" in out and "moving_mean" in out and CURE in out and "layer.updates" not in out, out
 
 
+@pytest.mark.laws
 @of_keras_3
 @pytest.mark.parametrize("model", FAILING_ELSEWHERE)
 def test_what_fails_elsewhere_keeps_its_words_under_keras_3(output_of, model):

@@ -210,6 +210,7 @@ def converted():
     return tf_syncbn.convert_model(lambda x, depth: network(x, depth, normalized))
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("make", [lambda: network, converted], ids=["synced", "converted"])
 def test_builds_in_threads_of_their_own_make_the_graphs_that_one_thread_makes(make):
     depths = [1, 2, 1]

@@ -76,6 +76,7 @@ def everything(batch):
     return tf.losses.get_total_loss()
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("num_towers,sizes", [
     (3, [2, 8, 1]), pytest.param(2, None, marks=pytest.mark.sweep), pytest.param(5, None, marks=pytest.mark.sweep)])
 def test_law_holds_for_all_reduce_gradient_penalty_embedding_unused_variable_and_total_loss(num_towers, sizes):

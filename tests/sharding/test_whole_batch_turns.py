@@ -231,7 +231,7 @@ def assert_is_exact(model, known, sizes):
 @pytest.mark.once
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="has both control flows where the process has the first")
 def test_loops_in_one_model_are_the_whole_batchs():
-    """Some of control flow 1, others of control flow 2: what `make test` holds of all loops, of which it runs one by itself."""
+    """Some of control flow 1, others of control flow 2: `make test` holds these together, and one by itself."""
     for turn, control_flow in enumerate((contextlib.nullcontext, control_flow_2)):
         names = sorted(set(OWN) - {"written to a list that grows"})[turn::3] + sorted(WHOLE)[4 * turn::8]
 

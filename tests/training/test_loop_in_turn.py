@@ -93,6 +93,7 @@ def assert_same(make_steps, order, num_rounds=6):
     return together
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("order,num_towers", [("ddg", 3), ("gd", 1)] + [
     pytest.param(*case, marks=pytest.mark.sweep) for case in [("dg", 1), ("dg", 3), ("gd", 3), ("ddg", 1)]])
 def test_a_gan_trains_as_by_separate_calls_in_turn_to_the_bit(order, num_towers):

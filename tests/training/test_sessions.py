@@ -93,6 +93,7 @@ def monitored_training(folder, last_step, num_towers):
     return losses, seen[0]
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("num_towers", [pytest.param(1, marks=pytest.mark.sweep), 3])
 def test_monitored_training_that_stopped_goes_on_as_though_it_had_not(num_towers, tmp_path):
     losses, expected = monitored_training(str(tmp_path / "whole"), 7, num_towers)

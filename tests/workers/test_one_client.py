@@ -235,6 +235,7 @@ with towers.workers.watched_session(addresses, config=config, time_limit=6) as s
 """
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("how,words", [
     (signal.SIGKILL, r"server 1 \(localhost:\d+\), which has ended|TensorFlow itself found it"),
     (signal.SIGSTOP, r"server 1 \(localhost:\d+\), which does not answer: it is stopped, or hangs")])

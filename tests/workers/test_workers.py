@@ -188,6 +188,7 @@ def test_a_chief_that_never_comes_and_a_port_that_is_taken_are_one_sentence():
         addresses[1], addresses[0]) in output, output
 
 
+@pytest.mark.laws
 @once
 def test_workers_that_come_late_are_waited_for(ran):
     first, *others = [float(re.search("^waited (.*)$", output, re.MULTILINE).group(1)) for output in ran("three")[1]]
