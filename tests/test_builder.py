@@ -371,6 +371,7 @@ def exchanges_and_nodes(num_towers):
         return len(stand_ins), len(graph.get_operations())
 
 
+@pytest.mark.laws
 def test_exchanges_a_layer_and_tower_are_constant_and_the_graph_grows_linearly():
     counts = {n: exchanges_and_nodes(n) for n in (3, 6, 12, 24)}  # of two towers sums take fewer ops
     assert {stand_ins / n for n, (stand_ins, _) in counts.items()} == {3 * 2}  # layers, forward and backward

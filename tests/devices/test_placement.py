@@ -108,6 +108,7 @@ def test_builds_add_one_op_a_kind_of_device_that_names_the_cure(devices, cured):
     assert names == ["make_the_Session_by_towers.session_config/" + name for name in cured]
 
 
+@pytest.mark.laws
 def test_session_without_the_towers_devices_fails_by_the_name_of_the_cure():
     program = """
 import tensorflow.compat.v1 as tf, towers

@@ -27,6 +27,7 @@ def of_one_layer(settings, part):
         return DIGESTS(settings, part)
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.sweep)])
 def test_two_towers_have_the_same_bits_on_one_and_two_devices_and_over_a_checkpoint(capsys, monkeypatch, whole):
     """Of the training with one layer only the first part is in a process of its own."""

@@ -562,6 +562,7 @@ def image_batch():
     return rng.randn(4, 32, 32, 3).astype(np.float32), rng.randint(0, 10, 4).astype(np.int32)
 
 
+@pytest.mark.laws
 def test_resnet_on_towers_trains_as_on_one_batch():
     # In float32 a ReLU near 0 goes the other way in one training of twenty.
     assert_equals_one_batch(resnet(8, dtype=tf.float64), image_batch(), 2, [1, 3], steps=1)

@@ -86,6 +86,7 @@ def test_law_holds_for_all_reduce_gradient_penalty_embedding_unused_variable_and
     assert max(found.loss, found.gradients, found.variables) < 1e-9
 
 
+@pytest.mark.laws
 @hypothesis.settings(max_examples=int(os.environ.get("HYPOTHESIS_CASES", 5)))
 @hypothesis.given(data=st.data())
 def test_law_holds_for_any_split(data):

@@ -65,6 +65,7 @@ def second_derivatives(case, data):
     return [np.concatenate(slopes[:len(fed.xs)])] + slopes[len(fed.xs):]
 
 
+@pytest.mark.laws
 @FEWER
 @hypothesis.given(cases(trainings=(True, "fed True", "fed False"), dtypes=("float64",), poison=False))
 def test_second_derivatives_over_towers_are_those_of_one_tower(case):

@@ -158,6 +158,7 @@ def test_a_gradient_put_on_an_op_is_refused_where_it_is_not():
         hold(with_gradient("OwnGradientsGuided"))
 
 
+@pytest.mark.laws
 def test_a_gradient_that_the_model_takes_through_it_is_the_whole_batchs():
     def model_fn(x):
         x = x * weights(x)

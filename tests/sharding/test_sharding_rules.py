@@ -93,7 +93,7 @@ def test_cases_of_each_rule_come_in_towers_to_the_op_on_the_whole_batch():
         of_rule.setdefault(RULES[name].function, []).extend(_cases(name))
     for cases in of_rule.values():
         cases.sort(key=lambda case: (case[2].placed, len(case[2].long)))
-        chosen += [cases[len(cases) * turn // 6] for turn in (1, 3, 5)] if len(cases) > 2 else cases
+        chosen += [cases[len(cases) // 4], cases[len(cases) * 3 // 4]] if len(cases) > 1 else cases
     found = []
     for first in range(0, len(chosen), A_GRAPH):
         found += differences(chosen[first:first + A_GRAPH], (2, 3), False)
