@@ -109,7 +109,7 @@ def _changes(node):
         yield _start(node.test), _start(node.test), "not "
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield _start(node), _end(node), "pass"
-    elif isinstance(node, ast.Return) and node.value is not None and getattr(node.value, "value", True):  # None is as false
+    elif isinstance(node, ast.Return) and node.value is not None and getattr(node.value, "value", True):  # as false as None
         yield _start(node.value), _end(node.value), "None"
 
 
