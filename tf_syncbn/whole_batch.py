@@ -20,6 +20,7 @@ from towers.graph.private import control_flow_now, is_deterministic, runs_onednn
 from towers.meeting.cross_tower import Divisor, cross_tower_sum_at
 from towers.meeting.exchanges import gradient_place, meet_at, next_place, pass_with_gradient
 from towers.meeting.meetings import Across
+from towers.sharding.rules.normalization import FUSED
 
 __all__ = ["Normalization", "moments_over_towers", "normalize_over_towers"]
 
@@ -104,7 +105,7 @@ def normalize_over_towers(x, gamma, beta, how, tower, mask=None, training=None, 
             y, = with_gradient(
                 "TowersHandOn", lambda: [fused_op.normalize_images(x, mean, variance, gamma, beta, epsilon,
                                                                    fused_op.data_format(layer, layer.axis))],
-                ("FusedBatchNormV2", "FusedBatchNormV3"))
+                FUSED.split())
             return y, whole
         y = call(how.kernels.normalize, x, packed, mean, variance, gamma, beta, axis=layer.axis, epsilon=how.epsilon)
         return _with_gradient(place, how, y, moments, x, optional), whole

@@ -5,13 +5,13 @@ against the gradients themselves when these exist.
 """
 import tensorflow.compat.v1 as tf
 
-from towers.graph.op_types import ENTERS, HANDS_ON, LOOKS_UP, READS, VARIABLES
+from towers.graph.op_types import ENTERS, HANDS_ON, IDENTITIES, LOOKS_UP, READS, VARIABLES
 from towers.graph.private import is_differentiable
 
 __all__ = ["DENSE", "NONE", "SPARSE", "gradient_forms"]
 
 NONE, DENSE, SPARSE = "None", "a tensor", "tf.IndexedSlices"
-_HAND_ON = HANDS_ON | READS | ENTERS | {"RefIdentity"} | {"IdentityN"}
+_HAND_ON = HANDS_ON | READS | ENTERS | IDENTITIES | {"IdentityN"}
 
 
 def gradient_forms(loss, variables):

@@ -25,11 +25,15 @@ from towers.graph.private import control_flow_of
 from towers.graph.walk import ancestors, op_of, writes_of
 from towers.meeting.meetings import Meetings
 from towers.meeting.turns import TowerMismatchError
+from towers.sharding.rules import pointwise
 from towers.state.own_data import takes_own_data
 from towers.state.update_ops import POLICIES
 from towers.training.transforms import Transform, check_transforms
 
 __all__ = ["replicate_model_fn"]
+
+_SUMS = frozenset((pointwise.JOINT + " " + pointwise.HANDED_ON).split())
+_MULTIPLES = frozenset((pointwise.LINEAR + " " + pointwise.PRODUCTS + " " + pointwise.QUOTIENTS).split())
 
 
 def replicate_model_fn(model_fn: ModelFn, loss_reduction: str = tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS,
@@ -323,9 +327,9 @@ def _terms(loss):
         tensor = stack.pop()
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
         constant = [t for t in inputs if tf.get_static_value(t) is not None]
-        if kind in ("Add", "AddV2", "AddN", "Sub", "Identity"):
+        if kind in _SUMS:
             stack.extend(inputs)
-        elif kind in ("Mul", "RealDiv", "Neg") and len(inputs) - len(constant) == 1:
+        elif kind in _MULTIPLES and len(inputs) - len(constant) == 1:
             stack.extend(t for t in inputs if not any(t is c for c in constant))
         else:
             found.append(tensor)

@@ -1,7 +1,7 @@
 """Kinds of TensorFlow's ops, by their types, that several rooms ask about; what an op does to a batch, the rules say."""
 
-__all__ = ["ADDS", "BRANCHES", "CALLS", "ENTERS", "EXITS", "HANDS_ON", "LOOKS_UP", "LOOPS_BACK", "MERGES", "OF_SHAPES",
-           "QUOTIENTS", "READS", "SAME_NUMBERS", "STOPS", "SWITCHES", "VARIABLES"]
+__all__ = ["ADDS", "BODIES", "BRANCHES", "CALLS", "ENTERS", "EXITS", "HANDS_ON", "IDENTITIES", "LOOKS_UP", "LOOPS_BACK", "MERGES",
+           "OF_SHAPES", "QUOTIENTS", "READS", "SAME_NUMBERS", "SWITCHES", "VARIABLES"]
 
 
 def _types(names):
@@ -16,12 +16,16 @@ READS = _types("Identity ReadVariableOp")
 LOOKS_UP = _types("Gather GatherNd GatherV2 ResourceGather ResourceGatherNd")  # some rows
 
 HANDS_ON = _types("CheckNumerics CheckNumericsV2 DeepCopy Identity Print Snapshot")  # their first input
-STOPS = _types("PreventGradient StopGradient")  # so do these, but for its gradient
 SAME_NUMBERS = HANDS_ON | _types("Cast ExpandDims Reshape Squeeze StopGradient")  # one output, the numbers of the first input
 OF_SHAPES = _types("OnesLike Rank Shape ShapeN Size ZerosLike")  # of what they take, the shape is enough
 
 # Of control flow 1: the ways into a loop, out of it, what joins two ways, the circles in a graph, and the ways into branches.
-ENTERS, EXITS, MERGES = _types("Enter RefEnter"), _types("Exit RefExit"), _types("Merge RefMerge")
-LOOPS_BACK, SWITCHES = _types("NextIteration RefNextIteration"), _types("Switch RefSwitch")
-# Of control flow 2: what may write, and what its first input chooses in.
-CALLS, BRANCHES = _types("If Case While StatefulPartitionedCall"), _types("If StatelessIf Case StatelessCase")
+ENTERS, EXITS, MERGES, LOOPS_BACK, SWITCHES, IDENTITIES = (
+    frozenset([name, "Ref" + name]) for name in ("Enter", "Exit", "Merge", "NextIteration", "Switch", "Identity"))
+# Of control flow 2: the attributes that name the functions which ops of a type call; those ops that may write, and those whose
+# first input chooses.
+BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"), "Case": ("branches",),
+          "StatelessCase": ("branches",), "While": ("cond", "body"), "StatelessWhile": ("cond", "body"),
+          "PartitionedCall": ("f",), "StatefulPartitionedCall": ("f",)}
+CALLS = frozenset(name for name in BODIES if not name.startswith(("Stateless", "Partitioned")))
+BRANCHES = frozenset(name for name in BODIES if "branch" in BODIES[name][0])

@@ -2,18 +2,17 @@
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.graph.op_types import BRANCHES, CALLS, ENTERS, LOOPS_BACK, SWITCHES, VARIABLES
+from towers.graph.op_types import (BRANCHES, CALLS, ENTERS, EXITS, IDENTITIES, LOOKS_UP, LOOPS_BACK, MERGES, READS, SWITCHES,
+                                   VARIABLES)
 from towers.graph.private import taken_from_outside, waiting_for
 
 __all__ = ["ancestors", "calls_of", "computes_the_same", "descendants", "end_of", "in_circles", "is_ref", "is_variable", "op_of",
            "reads_of", "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
-_RESOURCE_READERS = frozenset(["ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd",
-                               "VarIsInitializedOp", "DestroyResourceOp"])
-_PASSED_ON = ENTERS | SWITCHES | {"Identity", "RefIdentity"}  # by a variable on its way in
-_NO_WRITERS = _RESOURCE_READERS | CALLS  # of what they are given
-_NO_READERS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
-_REF_READERS = frozenset(["RefMerge", "RefSelect", "RefExit", "RefNextIteration", "IsVariableInitialized"])
+_PASSED_ON = ENTERS | SWITCHES | IDENTITIES  # by a variable on its way in
+# What of a variable reads no value and writes none, and what writes none of what it is given.
+_ASKS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
+_LOOKS_AT = _ASKS | READS | LOOKS_UP | MERGES | EXITS | LOOPS_BACK | {"RefSelect"}
 
 
 def is_variable(item):
@@ -138,8 +137,8 @@ def written_variable(op):
     while source.type in _PASSED_ON:
         source = source.inputs[0].op
     if op.op_def is not None and op.op_def.input_arg and op.op_def.input_arg[0].is_ref:
-        return None if op.type in _REF_READERS else source
-    if op.type in _NO_WRITERS or source.outputs[0].dtype != tf.resource:
+        return None if op.type in _LOOKS_AT else source
+    if op.type in _LOOKS_AT or op.type in CALLS or source.outputs[0].dtype != tf.resource:
         return None
     return source if variable_of(source) is not None else None
 
@@ -181,7 +180,7 @@ def reads_of(variable):
             if op.type in _PASSED_ON and op.outputs[0].dtype in (tf.resource, op.inputs[0].dtype) and (
                     op.outputs[0].dtype == tf.resource or op.type.startswith("Ref")):
                 stack.extend(op.outputs)
-            elif written_variable(op) is None and op.type not in _NO_READERS:
+            elif written_variable(op) is None and op.type not in _ASKS:
                 found.append(op)
     return found
 
@@ -215,7 +214,7 @@ class _Library:
         """Returns the numbers of the inputs of a node that it writes if they are variables, a set of int."""
         callees = _function_names(node)
         if not callees:
-            return set() if node.op in _RESOURCE_READERS or node.op in _PASSED_ON else {0}
+            return set() if node.op in _LOOKS_AT or node.op in _PASSED_ON else {0}
         first = 1 if node.op in BRANCHES else 0
         return {first + number for name in callees for number in self._written_arguments(name)}
 

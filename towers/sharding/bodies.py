@@ -1,15 +1,11 @@
 """The functions that ops call, as branches and loops of control flow 2 are: their ops, what they take, and what they return."""
 from typing import Any, NamedTuple
 
+from towers.graph.op_types import BODIES
 from towers.graph.private import called_graph
 from towers.graph.walk import ancestors
 
-__all__ = ["BODIES", "Bodies", "Body", "is_stateful"]
-
-# Type of an op -> the attributes that name the functions that it calls.
-BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"), "Case": ("branches",),
-          "StatelessCase": ("branches",), "While": ("cond", "body"), "StatelessWhile": ("cond", "body"),
-          "PartitionedCall": ("f",), "StatefulPartitionedCall": ("f",)}
+__all__ = ["Bodies", "Body", "is_stateful"]
 
 
 class Body(NamedTuple):

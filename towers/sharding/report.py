@@ -4,7 +4,7 @@ import warnings
 import tensorflow.compat.v1 as tf
 
 from towers.api.wording import TowersWarning
-from towers.graph.op_types import VARIABLES
+from towers.graph.op_types import READS, VARIABLES
 from towers.graph.walk import end_of
 from towers.meeting.turns import without_numbers
 from towers.sharding.nodes import Replicated
@@ -12,7 +12,7 @@ from towers.sharding.placements import Blocks, Partial, PartialMean, RowNumbers,
 
 __all__ = ["described", "drawn", "log_meetings", "warn_of_large_gathers"]
 
-_UNSEEN = VARIABLES | {"Const"} | {"Identity"}
+_UNSEEN = VARIABLES | READS | {"Const"}
 _LARGE = 64 << 20  # bytes
 _MET = (Shard, Blocks, RowNumbers, Partial, PartialMean)
 

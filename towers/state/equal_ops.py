@@ -4,13 +4,14 @@ The twin of an op has its type, attributes and inputs: the same tensors from out
 among them, or twins. So what depends on a tower's own data, or draws at random, has none. Of reads of one variable the first
 in one tower is the twin of the first in the other, and so with writes. What an op waits for is not compared.
 """
-from towers.graph.op_types import ENTERS, HANDS_ON, LOOKS_UP, LOOPS_BACK, STOPS, VARIABLES
+from towers.graph.op_types import ENTERS, HANDS_ON, LOOKS_UP, LOOPS_BACK, VARIABLES
 from towers.graph.private import control_flow_of, taken_from_outside
 from towers.graph.walk import is_ref
+from towers.sharding.rules.pointwise import HANDED_ON
 
 __all__ = ["find_twins"]
 
-_SAME_VALUE = HANDS_ON | STOPS | {"IdentityN"}
+_SAME_VALUE = HANDS_ON.union(HANDED_ON.split()) | {"IdentityN"}
 _STATE = VARIABLES | {"ReadVariableOp"} | {op_type for op_type in LOOKS_UP if op_type.startswith("Resource")}
 
 

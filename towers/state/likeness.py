@@ -172,10 +172,9 @@ class _Comparison:
         if op.type != other.type and any(are_sums):
             self._stack.append(tuple(_first_input(end) if is_sum else end for end, is_sum in zip((a, b), are_sums)))
             return
-        if {op.type, other.type} == {"Const", "Fill"} and not self._same_sizes and _fill_alike(op, other):
-            return  # tf.zeros and tf.ones of a known shape are constants up to a thousand entries, and filled from there on
-        if {op.type, other.type} == {"Const", "Shape"} and not self._same_sizes and _shape_alike(op, other):
-            return  # a shape that is known is a constant: beside [None, 5], that of [2, 5] is, and that of [1, 5] is not
+        if not self._same_sizes and op.type != other.type and "Const" in (op.type, other.type) and _is_known_of(
+                *((op, other) if op.type == "Const" else (other, op))):
+            return
         if op.type != other.type and not self._are_calls_alike(op, other):
             self._report(op, other, "%r is of type %s, and in tower %d %r of type %s"
                          % (op.name, op.type, self._other.index, other.name, other.type))
@@ -297,10 +296,16 @@ def _is_left_out_of_one(op):
     return 0 in np.reshape(axes, -1) if axes is not None else op.inputs[1].op.type == "BroadcastGradientArgs"
 
 
-def _fill_alike(*ops):
-    """Tells whether ops, Const or Fill, have the same value everywhere."""
-    values = [_filling(op) for op in ops]
-    return values[0] is not None and values[0] == values[1]
+def _is_known_of(constant, op):
+    """Tells whether a Const may stand for what an op makes of the sizes in a tower whose sizes are not known."""
+    if op.type == "Fill":  # tf.zeros and tf.ones of a known shape are constants up to a thousand entries, and filled then
+        value, filling = tf.get_static_value(op.inputs[1]), {
+            value.tobytes() for value in tf.make_ndarray(constant.get_attr("value")).reshape([-1])}
+        return value is not None and filling == {np.asarray(value).tobytes()}
+    if op.type == "Shape":  # a shape that is known is a constant: beside [None, 5], that of [2, 5] is, and that of [1, 5] is not
+        value, known = constant.outputs[0], op.inputs[0].shape
+        return value.dtype.is_integer and value.shape.rank == 1 and known.rank in (None, tf.dimension_value(value.shape[0]))
+    return False
 
 
 def _added_up(op):
@@ -310,22 +315,6 @@ def _added_up(op):
         terms.append(op.inputs[1])
         first, op = op.inputs[0], op.inputs[0].op
     return [first] + terms[::-1]
-
-
-def _shape_alike(*ops):
-    """Tells whether of two ops a Const may hold the shape that a Shape is."""
-    (constant,), (shape,) = ([op for op in ops if op.type == kind] for kind in ("Const", "Shape"))
-    value, known = constant.outputs[0], shape.inputs[0].shape
-    return value.dtype.is_integer and value.shape.rank == 1 and known.rank in (None, tf.dimension_value(value.shape[0]))
-
-
-def _filling(op):
-    """Returns the bytes of the one value that a Const or Fill has everywhere, None where that is not known or not one."""
-    if op.type == "Fill":
-        value = tf.get_static_value(op.inputs[1])
-        return None if value is None else np.asarray(value).tobytes()
-    values = {value.tobytes() for value in tf.make_ndarray(op.get_attr("value")).reshape([-1])}
-    return values.pop() if len(values) == 1 else None
 
 
 def _known(shape):

@@ -9,6 +9,9 @@ from towers.graph.op_types import ENTERS, HANDS_ON, QUOTIENTS, READS, SAME_NUMBE
 from towers.graph.private import gradient_of, taken_from_outside
 from towers.graph.static_values import static_value
 from towers.graph.walk import computes_the_same, variable_of
+from towers.sharding.rules import products, rows
+from towers.sharding.rules.pointwise import JOINT
+from towers.sharding.rules.table import RULES
 
 __all__ = ["find_logits", "looks_like"]
 
@@ -22,8 +25,9 @@ _REDONE = {  # ops that move values or name their type anew, and how another ten
 _EXACT = {tf.float16: (tf.float32, tf.float64), tf.bfloat16: (tf.float32, tf.float64), tf.float32: (tf.float64,)}
 # Averages of probabilities are probabilities, and of logits, logits: what looks like either does so through these too.
 _AVERAGES = ("ResizeBilinear", "ResizeNearestNeighbor", "AvgPool", "AvgPool3D", "StopGradient")
-_LINEAR = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Conv1D", "Conv2D", "Conv3D", "Conv2DBackpropInput",
-           "Conv3DBackpropInputV2", "DepthwiseConv2dNative", "BiasAdd", "Add", "AddV2")
+# Of a variable, a layer: products with a kernel, kernels applied to each example, and what adds a bias.
+_LAYERS = {name for name, rule in RULES.items() if rule.function.__module__ in (products.__name__, rows.__name__)}.union(
+    ("BiasAdd " + JOINT).split())
 
 
 def find_logits(outputs, axis):
@@ -93,7 +97,7 @@ def looks_like(outputs, axis):
         op.type in QUOTIENTS and _is_sum(op.inputs[1], op.inputs[0], axis))
     if op.type == "Sigmoid" or of_classes and not is_moved:
         return "probabilities"
-    if op.type in _LINEAR and any(_is_variable(part) for part in op.inputs) and not any(map(_ends_in_softmax, op.inputs)):
+    if op.type in _LAYERS and any(_is_variable(part) for part in op.inputs) and not any(map(_ends_in_softmax, op.inputs)):
         return "logits"
     return None
 

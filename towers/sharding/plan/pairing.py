@@ -1,10 +1,11 @@
 """A tower's ops held against those that the model function makes of the whole batch, in pairs, from the results backwards."""
 import tensorflow.compat.v1 as tf
 
+from towers.graph.op_types import BODIES
 from towers.graph.private import position_of
 from towers.graph.walk import ancestors, op_of
 from towers.meeting.turns import without_numbers
-from towers.sharding.bodies import BODIES, Bodies, is_stateful
+from towers.sharding.bodies import Bodies, is_stateful
 from towers.sharding.nodes import Refused
 from towers.sharding.plan.row_loops import attributes_of, join_of, own_of_turns, turns_added_up
 from towers.sharding.plan.twin import Twin, TwinOp

@@ -20,13 +20,14 @@ from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTur
                                         Replicate, RowNumbers, Rows, RowSum, Shard, Size, elements_of, size_of)
 from towers.sharding.plan.own_gradients import OwnGradients
 from towers.sharding.rules.in_turn import refuse_other_states
+from towers.sharding.rules.pointwise import LINEAR
 from towers.sharding.rules.single_rows import constant_of_a_turn
 from towers.sharding.rules.table import RULES, Rule, decide
 
 __all__ = ["Facts", "Plan", "loop_of", "meets_for", "propagate", "propagate_with_turns"]
 
 # Of one input, each as large as it: where a sum's parts meet, they meet in front of these, once for all readers.
-_HANDING_ON = SAME_NUMBERS | {"Neg"} | {"Transpose"}
+_HANDING_ON = SAME_NUMBERS.union(LINEAR.split()) | {"Transpose"}
 
 
 class Facts:
@@ -496,7 +497,7 @@ def _writers_of(plan, loops):
         plan.placements.get((op, 0)), Listed)]
     while stack:
         op = stack.pop()
-        if op.type.startswith(("TensorArrayScatter", "TensorArrayWrite")) and op not in found and loop_of(op) is None:
+        if op.type.startswith("TensorArray") and len(op.inputs) == 4 and op not in found and loop_of(op) is None:
             found.add(op)
             stack.append(op.inputs[3].op)
         elif op.type == "Identity":

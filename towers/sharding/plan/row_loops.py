@@ -14,8 +14,9 @@ from towers.graph.private import position_of
 
 __all__ = ["JOINS", "Join", "attributes_of", "join_of", "own_of_turns", "parts_of", "turns_added_up"]
 
-# Types of ops that put all turns together at once -> which input is none of a turn; additions do so one after the other.
-_JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": None}
+# Types of ops that put all turns together at once -> which input is the axis along which they do, or the attribute; None where
+# they add up, which additions do one after the other.
+_JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": "axis"}
 JOINS = frozenset(_JOINS).union(ADDS)
 
 _KINDS = frozenset(["bool", "float", "int", "list(bool)", "list(float)", "list(int)", "string"])
@@ -96,7 +97,7 @@ def own_of_turns(turns, times):
         if ops[0] in own or all(op is ops[0] for op in ops):
             continue
         own.update(ops)
-        is_source = not ops[0].inputs and ops[0].type not in ("Const", "NoOp") and not ops[0].op_def.is_stateful
+        is_source = ops[0].outputs and not ops[0].inputs and ops[0].type != "Const" and not ops[0].op_def.is_stateful
         if is_source or len({(op.type, len(op.inputs)) for op in ops}) > 1 or any(
                 attributes_of(op) != attributes_of(ops[0]) for op in ops):
             raise ValueError("one whose turns are not alike (%r, %r)" % (ops[0].name, ops[-1].name))
@@ -121,7 +122,7 @@ def turns_added_up(b, total):
     Returns:
       A list of tensors, one for each example; None where the op is another one.
     """
-    if b.type in ("AccumulateNV2", "AddN"):
+    if b.type in _JOINS and _JOINS[b.type] is None:
         return list(b.inputs) if len(b.inputs) == total else None
     for side in (0, 1) if b.type in ADDS else ():
         links = _links(b, side)[::-1]
@@ -133,7 +134,7 @@ def turns_added_up(b, total):
 def _taken_apart(op):
     """Returns what an op puts together, and what it takes besides, two lists of tensors."""
     inputs, other = list(op.inputs), _JOINS.get(op.type)
-    return (inputs, []) if other is None else (inputs, [inputs.pop(other)])
+    return (inputs, [inputs.pop(other)]) if isinstance(other, int) else (inputs, [])
 
 
 def _form(tensor):
@@ -148,9 +149,8 @@ def _form(tensor):
 
 
 def _axis(op):
-    if op.type == "Pack":
-        return op.get_attr("axis")
-    axis = None if _JOINS[op.type] is None else tf.get_static_value(op.inputs[_JOINS[op.type]])
+    at = _JOINS[op.type]
+    axis = op.get_attr(at) if isinstance(at, str) else None if at is None else tf.get_static_value(op.inputs[at])
     return axis if axis is None else int(axis)
 
 

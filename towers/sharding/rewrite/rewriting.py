@@ -18,8 +18,6 @@ from towers.sharding.rewrite.conversions import Conversions
 
 __all__ = ["Rewriting"]
 
-_OF_A_SHAPE = frozenset(["AccumulateNV2", "EnsureShape", "PlaceholderWithDefault"])  # which an attribute says
-_OF_ELEMENTS = {"TensorArrayGatherV3": "element_shape", "TensorArrayConcatV3": "element_shape_except0"}  # the same of a list's
 _WAYS_IN = ENTERS | SWITCHES
 
 
@@ -182,10 +180,7 @@ class Rewriting:
         if flow is not self._flow and _is_state(op):
             raise Refused("the state of a tf.while_loop, %r, has another size for the whole batch than for a tower's. Hand the "
                           "batch in with an unknown size, tf.placeholder_with_default(x, [None, ...])." % op.name)
-        if op.type in _OF_A_SHAPE and not inputs[0].shape.is_compatible_with(op.outputs[0].shape):
-            attributes["shape"] = tf.AttrValue(shape=inputs[0].shape.as_proto())
-        if op.type in _OF_ELEMENTS:
-            attributes[_OF_ELEMENTS[op.type]] = tf.AttrValue(shape=tf.TensorShape(None).as_proto())
+        attributes.update(_shapes_of_whole(op, inputs))
         is_way_in = flow is not None and _is_way_in(op, flow)
         place = outer_control_flow(flow) if is_way_in else self._flow if flow is None else flow
         waits = [self._ops.get(earlier, earlier) for earlier in op.control_inputs] if control_flow_of(op) is flow else []
@@ -248,6 +243,15 @@ def _fits(new, old):
     if old.rank is None:
         return True
     return new.rank == old.rank and all(theirs is None or mine == theirs for mine, theirs in zip(new.as_list(), old.as_list()))
+
+
+def _shapes_of_whole(op, inputs):
+    """Returns those attributes of an op that tell the shape of what it takes, or of the elements of a list, a dict."""
+    names = [] if op.op_def is None else [attribute.name for attribute in op.op_def.attr if attribute.type == "shape"]
+    shapes = {name: tf.TensorShape(None) for name in names if name.startswith("element_shape")}
+    if "shape" in names and not inputs[0].shape.is_compatible_with(op.outputs[0].shape):
+        shapes["shape"] = inputs[0].shape
+    return {name: tf.AttrValue(shape=shape.as_proto()) for name, shape in shapes.items()}
 
 
 def _may_be_shape(tensor):

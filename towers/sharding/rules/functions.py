@@ -8,9 +8,10 @@ import copy
 import dataclasses
 from typing import Any, Dict, List, NamedTuple
 
+from towers.graph.op_types import BODIES
 from towers.graph.private import position_of
 from towers.graph.walk import end_of, writes_of
-from towers.sharding.bodies import BODIES, is_stateful
+from towers.sharding.bodies import is_stateful
 from towers.sharding.nodes import AsPartial, Decision, Node, OwnRows, Refused, Replicated, ShapeOf, Unfit, Value
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Own, Partial, PartialMean, Replicate,
                                         RowNumbers, Running, Shard, Size, Turn)

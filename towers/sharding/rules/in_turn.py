@@ -4,11 +4,11 @@ Such a loop stays each tower's own, as what its turns make of their examples is 
 they add up is a sum's parts. What does not fit, the number of a turn in use as a number say, is refused, and the loop is made the
 whole batch's then.
 """
-from towers.graph.op_types import ENTERS, EXITS, MERGES, VARIABLES
+from towers.graph.op_types import BODIES, ENTERS, EXITS, MERGES, VARIABLES
 from towers.graph.private import chosen_by, control_flow_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
-from towers.sharding.bodies import BODIES, is_stateful
+from towers.sharding.bodies import is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn
 from towers.sharding.rules.turns import (IN_FRONT, READS, ends_loop, flows_around, handed_back, is_next, is_over_rows, is_turn,

@@ -3,8 +3,8 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.context import may_differ
+from towers.graph.op_types import BODIES
 from towers.graph.walk import is_ref
-from towers.sharding.bodies import BODIES
 from towers.sharding.nodes import AsPartial, Decision, Refused, TakenByPlace, Unfit
 from towers.sharding.placements import BATCH, Blocks, OneRow, Partial, RowSum, Rows, Shard
 

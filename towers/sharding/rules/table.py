@@ -6,8 +6,7 @@ gets all inputs whole. What an op computes of whole inputs is whole, so that muc
 """
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
-from towers.graph.op_types import MERGES
-from towers.sharding.bodies import BODIES
+from towers.graph.op_types import BODIES, MERGES
 from towers.sharding.nodes import Decision, Refused, Replicated, Unfit
 from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum,
                                         Running, Shard, Size, Turn)
