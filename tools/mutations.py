@@ -151,7 +151,8 @@ class Reached:
                 self._lines.update(tests)
 
     def tests_of(self, change):
-        """Returns the tests that reach a line, those first that reach the fewest; where it runs on import, those of its file.
+        """Returns the tests that reach a line, those first that reach the fewest; where it runs on import, those of its file, or
+        all of a file that runs on import alone.
 
         What of `towers/workers` no test reaches may run in the processes that its tests start: then it is all of these.
         """
@@ -160,7 +161,7 @@ class Reached:
         if tests is None and change.path.startswith(PROCESSES):
             tests = {test for test in self._lines if test.startswith("tests/workers/")}
         if tests is not None and not tests:
-            tests = set().union(*of_lines.values())
+            tests = set().union(*of_lines.values()) or set(self._lines)
         return sorted(tests or (), key=lambda test: (self._lines[test], test))
 
 

@@ -174,6 +174,16 @@ def test_a_loop_of_which_each_turn_is_of_its_own_example_is_exact(model):
         assert_equals_one_batch(towers.whole_batch(model), (X,), len(sizes), sizes)
 
 
+def test_all_such_loops_in_one_model_are_exact():
+    def all_models(x):
+        losses = []
+        for model in sorted(EXACT, key=lambda model: model is added_to_a_penalty):  # on all variables, once they are made
+            with tf.variable_scope(model.__name__):
+                losses.append(model(x))
+        return tf.add_n(losses)
+    assert_equals_one_batch(towers.whole_batch(all_models), (X[:4],), 2, [1, 3], steps=1)
+
+
 @pytest.mark.parametrize("model", [stacked, of_slices, split])
 def test_converted_models_may_have_such_loops(model):
     assert_equals_one_batch(tf_syncbn.convert_model(model), (X,), 2, [4, 5])

@@ -7,6 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from tests.random_graphs import GRADIENTS_OF_NO_ROWS
+from tests.sharding_cases import CHOSEN
 from tests.sharding_inputs import combinations, differences, op_def
 from tests.sharding_samples import SAMPLES
 from towers.sharding.rules import RULES
@@ -50,15 +51,20 @@ _EagerConst""".split(), COMPUTED_OF_ALL),
                     **dict.fromkeys("StackPopV2 StackPushV2".split(), REFUSED))
 
 
+def _is_there(name):
+    """Tells whether this TensorFlow has an op, and holds it."""
+    if op_def(name) is None or op_def(name).deprecation.version or name in NOT_HELD_YET:
+        return False  # it has it not yet, or no more
+    return hasattr(tf.raw_ops, name) or all(sample.call is not None for sample in SAMPLES[name])  # tf.contrib has others
+
+
 def _cases(name):
     """Returns triples of the op, a sample and a combination of placements, from all its samples in turn.
 
     By default, ops that share a rule with many others have one each, of another sample than the ops before and behind.
     """
-    if op_def(name) is None or op_def(name).deprecation.version or name in NOT_HELD_YET:
-        return []  # this TensorFlow has it not yet, or no more
-    if not hasattr(tf.raw_ops, name) and any(sample.call is None for sample in SAMPLES[name]):
-        return []  # tf.contrib has it, whoever imported that
+    if not _is_there(name):
+        return []
     alike = sorted(each for each in SAMPLES if RULES[each].function is RULES[name].function)
     if "HYPOTHESIS_CASES" not in os.environ and len(alike) > MANY:
         turn = alike.index(name)
@@ -87,16 +93,24 @@ def _families():
 FAMILIES = _families()
 
 
-def test_cases_of_each_rule_come_in_towers_to_the_op_on_the_whole_batch():
-    of_rule, chosen = {}, []
-    for name in sorted(SAMPLES):
-        of_rule.setdefault(RULES[name].function, []).extend(_cases(name))
-    for cases in of_rule.values():
-        cases.sort(key=lambda case: (case[2].placed, len(case[2].long)))
-        chosen += [cases[len(cases) // 4], cases[len(cases) * 3 // 4]] if len(cases) > 1 else cases
+def _chosen():
+    """Returns the cases that `tests.sharding_cases` names: those of unknown sizes, and those of known ones."""
+    found, there = {"unknown": [], "known": []}, {}
+    for words, _, placements in (line.partition(": ") for line in CHOSEN):
+        name, number, size = words.split()
+        if _is_there(name):
+            sample = SAMPLES[name][int(number)]
+            if (name, number) not in there:
+                there[name, number] = {str(each): each for each in combinations(name, sample, ALL)}
+            found[size].append((name, sample, there[name, number][placements]))
+    return found
+
+
+def test_chosen_cases_come_in_towers_to_the_ops_on_the_whole_batch():
     found = []
-    for first in range(0, len(chosen), A_GRAPH):
-        found += differences(chosen[first:first + A_GRAPH], (2, 3), False)
+    for size, cases in _chosen().items():
+        for first in range(0, len(cases), A_GRAPH):
+            found += differences(cases[first:first + A_GRAPH], (2, 3), size == "known")
     assert not found, "\n".join(found)
 
 

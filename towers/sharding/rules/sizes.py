@@ -3,7 +3,7 @@ import numpy as np
 
 from towers.sharding.nodes import OwnRows, Refused, Unfit
 from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, size_of
-from towers.sharding.rules.movement import first_additive, shape_wanted
+from towers.sharding.rules.movement import first_additive, is_of_size, shape_wanted
 from towers.sharding.rules.pointwise import SIZES
 from towers.sharding.rules.table import ANY, SUMS, rule
 from towers.sharding.rules.turns import is_within_turn
@@ -52,6 +52,9 @@ def starts(node):
     axis, shapes = node.inputs[0].const(), [value.elements() for value in node.inputs[1:]]
     if axis is None or any(shape is None for shape in shapes):
         raise Unfit()
+    others = [sizes for i, sizes in enumerate(zip(*shapes)) if i != int(axis) % len(shapes[0])]
+    if any(len(set(map(is_of_size, sizes))) > 1 for sizes in others):
+        raise Unfit()  # a tower's own sizes beside the whole batch's, and the kernel wants the same
     found, begin = [], 0
     for shape in shapes:
         start = np.zeros(len(shape), object)
