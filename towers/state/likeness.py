@@ -172,8 +172,8 @@ class _Comparison:
         if op.type != other.type and any(are_sums):
             self._stack.append(tuple(_first_input(end) if is_sum else end for end, is_sum in zip((a, b), are_sums)))
             return
-        if not self._same_sizes and op.type != other.type and "Const" in (op.type, other.type) and _is_known_of(
-                *((op, other) if op.type == "Const" else (other, op))):
+        if not self._same_sizes and (
+                op.type == "Const" and _comes_to(other, op) or other.type == "Const" and _comes_to(op, other)):
             return
         if op.type != other.type and not self._are_calls_alike(op, other):
             self._report(op, other, "%r is of type %s, and in tower %d %r of type %s"
@@ -296,13 +296,13 @@ def _is_left_out_of_one(op):
     return 0 in np.reshape(axes, -1) if axes is not None else op.inputs[1].op.type == "BroadcastGradientArgs"
 
 
-def _is_known_of(constant, op):
-    """Tells whether a Const may stand for what an op makes of the sizes in a tower whose sizes are not known."""
-    if op.type == "Fill":  # tf.zeros and tf.ones of a known shape are constants up to a thousand entries, and filled then
+def _comes_to(op, constant):
+    """Tells whether an op that goes by unknown sizes may be the constant that TensorFlow makes where they are known."""
+    if op.type == "Fill":  # tf.zeros and tf.ones of up to a thousand entries
         value, filling = tf.get_static_value(op.inputs[1]), {
             value.tobytes() for value in tf.make_ndarray(constant.get_attr("value")).reshape([-1])}
         return value is not None and filling == {np.asarray(value).tobytes()}
-    if op.type == "Shape":  # a shape that is known is a constant: beside [None, 5], that of [2, 5] is, and that of [1, 5] is not
+    if op.type == "Shape":
         value, known = constant.outputs[0], op.inputs[0].shape
         return value.dtype.is_integer and value.shape.rank == 1 and known.rank in (None, tf.dimension_value(value.shape[0]))
     return False

@@ -148,9 +148,7 @@ def _in_memory_of_its_own(value):
     """Returns a copy of what may be a ref variable's own memory, which the next step writes."""
     if value.dtype.base_dtype == tf.string:
         return tf.strings.join([value])
-    copy = tf.raw_ops.DeepCopy(x=value)
-    copy.set_shape(value.shape)
-    return copy
+    return tf.raw_ops.DeepCopy(x=value)
 
 
 def _times(count, number):

@@ -12,8 +12,6 @@ __all__ = ["Added", "Given", "without_size"]
 def without_size(leaf):
     """Returns a part of the batch whose size along axis 0 is not known while the graph is built."""
     if is_sparse(leaf):
-        if tf.dimension_value(leaf.dense_shape.shape[0]) is None:
-            return leaf
         shape = tf.concat([tf.placeholder_with_default(leaf.dense_shape[:1], [1]), leaf.dense_shape[1:]], 0)
         return tf.SparseTensor(leaf.indices, leaf.values, shape)
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or tf.dimension_value(leaf.shape[0]) is None:
