@@ -83,6 +83,17 @@ def test_towers_without_examples_or_with_one_train_as_one_tower(model, known, si
     assert_is_exact(model, sizes, known)
 
 
+def test_rows_and_columns_that_are_chosen_train_as_one_tower():
+    def model(x, labels):
+        weighed = x * variable("weights", [4])
+        rows, columns = tf.unstack(tf.where(x > 0.3), axis=1)
+        chosen = tf.gather_nd(weighed, tf.stack([rows, columns], 1))
+        return tf.sqrt(tf.reduce_mean(tf.gather(weighed, rows) ** 2)) + tf.reduce_max(chosen) * tf.reduce_mean(
+            tf.gather(variable("of_columns", [4]), columns) * chosen)
+    for known in (True, False):
+        assert_is_exact(model, known=known)
+
+
 def test_nothing_of_an_empty_tower_is_nan():
     def model(x, labels):
         h = encoded(x)
