@@ -1,4 +1,4 @@
-"""Cases of the law of rules, few, that together reach all lines of rules which any case reaches, see `tools/choose_cases.py`."""
+"""Cases of the law of rules, few, that together reach all lines of rules which many reach: `tools/choose_cases.py` chose them."""
 __all__ = ["CHOSEN"]
 
 # The type of the op, the number of its sample, whether sizes are known, and the placements of inputs.

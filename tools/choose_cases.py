@@ -1,10 +1,10 @@
-"""Chooses few cases of the law of rules that reach all lines of the rules which any case reaches, for `make test` to hold.
+"""Chooses few cases of the law of rules that reach all lines of the rules which many cases reach, for `make test` to hold.
 
-    python tools/choose_cases.py > tests/sharding_cases.py  # half an hour; once rules, or samples, have changed
+    python tools/choose_cases.py  # half an hour; writes tests/sharding_cases.py, once rules, or samples, have changed
 
-Each op's inputs are tried in many placements, with sizes that are known and that are not, and which lines of
-`towers/sharding/rules` decide for it is noted. Of all these cases that one is taken which reaches the most lines that are left,
-until none is left.
+Of each rule, inputs of some ops are tried in several placements, with sizes that are known and that are not, and which lines of
+`towers/sharding/rules` decide for an op is noted. Of all these cases that one is taken which reaches the most lines that are
+left, until none is left.
 """
 import collections
 import re
@@ -20,7 +20,7 @@ import tensorflow.compat.v1 as tf  # noqa: E402
 
 import towers  # noqa: E402
 from tests import sharding_inputs  # noqa: E402
-from tests.sharding.test_sharding_rules import NOT_HELD_YET  # noqa: E402
+from tests.sharding.test_sharding_rules import is_there  # noqa: E402
 from tests.sharding_samples import SAMPLES  # noqa: E402
 from tests.support import build  # noqa: E402
 from towers.sharding.plan import propagation  # noqa: E402
@@ -31,7 +31,7 @@ ALIKE = 5  # ops of one rule
 A_GRAPH = 40
 SPLIT = (2, 3)
 HEAD = '''\
-"""Cases of the law of rules, few, that together reach all lines of rules which any case reaches, see `tools/choose_cases.py`."""
+"""Cases of the law of rules, few, that together reach all lines of rules which many reach: `tools/choose_cases.py` chose them."""
 __all__ = ["CHOSEN"]
 
 # The type of the op, the number of its sample, whether sizes are known, and the placements of inputs.
@@ -86,20 +86,18 @@ class Watch:
                 lines.add((path, frame.f_lineno))
             return note
 
+        before = sys.gettrace()  # the functions of control flow 2 are decided about within a rule
         sys.settrace(note)
         try:
             return self._decide(node)
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
 
 
 def _cases():
     """Returns pairs of a key and a case of `tests.sharding_inputs.differences`."""
     found, of_rule = [], collections.Counter()
-    for name in sorted(SAMPLES):
-        definition = sharding_inputs.op_def(name)
-        if definition is None or definition.deprecation.version or name in NOT_HELD_YET or not hasattr(tf.raw_ops, name):
-            continue
+    for name in filter(is_there, sorted(SAMPLES)):
         of_rule[RULES[name].function] += 1
         if of_rule[RULES[name].function] <= ALIKE:
             found += [((name, number, str(combination)), (name, sample, combination))
@@ -109,7 +107,7 @@ def _cases():
 
 
 def main():
-    """Prints the file of the cases that are chosen."""
+    """Writes the file of the cases that are chosen."""
     watch, cases = Watch(), _cases()
     for first in tqdm.tqdm(range(0, len(cases), A_GRAPH), unit="graph"):
         keys, chosen = zip(*cases[first:first + A_GRAPH])
@@ -120,10 +118,9 @@ def main():
         size = ("known", "unknown")[len(found) % 2]
         found.append(max(watch.lines, key=lambda key: (len(watch.lines[key] & left), key[3] == size, key)))
         left -= watch.lines[found[-1]]
-    print(HEAD)
-    for name, number, combination, size in sorted(found, key=lambda key: (key[3],) + key[:3]):
-        print("%s %d %s: %s" % (name, number, size, combination))
-    print('""".strip().split("\\n")')
+    lines = ["%s %d %s: %s" % (name, number, size, combination)
+             for name, number, combination, size in sorted(found, key=lambda key: (key[3] == "known",) + key[:3])]
+    (ROOT / "tests" / "sharding_cases.py").write_text("\n".join([HEAD] + lines + ['""".strip().split("\\n")', ""]))
 
 
 if __name__ == "__main__":

@@ -151,8 +151,8 @@ class Reached:
                 self._lines.update(tests)
 
     def tests_of(self, change):
-        """Returns the tests that reach a line, those first that reach the fewest; where it runs on import, those of its file, or
-        all of a file that runs on import alone.
+        """Returns the tests that reach a line, those first that reach the fewest; where it runs on import, those of its file,
+        or all tests where all of that file does.
 
         What of `towers/workers` no test reaches may run in the processes that its tests start: then it is all of these.
         """

@@ -51,7 +51,7 @@ _EagerConst""".split(), COMPUTED_OF_ALL),
                     **dict.fromkeys("StackPopV2 StackPushV2".split(), REFUSED))
 
 
-def _is_there(name):
+def is_there(name):
     """Tells whether this TensorFlow has an op, and holds it."""
     if op_def(name) is None or op_def(name).deprecation.version or name in NOT_HELD_YET:
         return False  # it has it not yet, or no more
@@ -63,7 +63,7 @@ def _cases(name):
 
     By default, ops that share a rule with many others have one each, of another sample than the ops before and behind.
     """
-    if not _is_there(name):
+    if not is_there(name):
         return []
     alike = sorted(each for each in SAMPLES if RULES[each].function is RULES[name].function)
     if "HYPOTHESIS_CASES" not in os.environ and len(alike) > MANY:
@@ -94,15 +94,21 @@ FAMILIES = _families()
 
 
 def _chosen():
-    """Returns the cases that `tests.sharding_cases` names: those of unknown sizes, and those of known ones."""
+    """Returns the cases that `tests.sharding_cases` names, of unknown sizes and of known ones; and one of each other rule."""
     found, there = {"unknown": [], "known": []}, {}
     for words, _, placements in (line.partition(": ") for line in CHOSEN):
         name, number, size = words.split()
-        if _is_there(name):
+        if is_there(name):
             sample = SAMPLES[name][int(number)]
             if (name, number) not in there:
                 there[name, number] = {str(each): each for each in combinations(name, sample, ALL)}
+            assert placements in there[name, number], "%s has no %s: run tools/choose_cases.py" % (words, placements)
             found[size].append((name, sample, there[name, number][placements]))
+    held = {RULES[name].function for cases in found.values() for name, _, _ in cases}
+    for name in sorted(SAMPLES):
+        if RULES[name].function not in held and _cases(name):
+            held.add(RULES[name].function)
+            found["unknown"].append(_cases(name)[-1])
     return found
 
 

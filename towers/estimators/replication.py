@@ -20,7 +20,7 @@ from towers.estimators.specs import joined, joined_exports, tensors_of_export
 from towers.estimators.steps import build_train_op, leaves_of_group
 from towers.estimators.tower_optimizer import Asked
 from towers.graph.inner_training import applies_gradients
-from towers.graph.op_types import VARIABLES
+from towers.graph.op_types import HANDS_ON, QUOTIENTS, VARIABLES
 from towers.graph.private import control_flow_of
 from towers.graph.walk import ancestors, op_of, writes_of
 from towers.meeting.meetings import Meetings
@@ -32,8 +32,8 @@ from towers.training.transforms import Transform, check_transforms
 
 __all__ = ["replicate_model_fn"]
 
-_SUMS = frozenset((pointwise.JOINT + " " + pointwise.HANDED_ON).split())
-_MULTIPLES = frozenset((pointwise.LINEAR + " " + pointwise.PRODUCTS + " " + pointwise.QUOTIENTS).split())
+_SUMS = HANDS_ON.union(pointwise.JOINT.split())
+_MULTIPLES = frozenset((pointwise.LINEAR + " " + pointwise.PRODUCTS).split())
 
 
 def replicate_model_fn(model_fn: ModelFn, loss_reduction: str = tf.losses.Reduction.SUM_BY_NONZERO_WEIGHTS,
@@ -326,11 +326,11 @@ def _terms(loss):
     while stack:
         tensor = stack.pop()
         kind, inputs = tensor.op.type, list(tensor.op.inputs)
-        constant = [t for t in inputs if tf.get_static_value(t) is not None]
+        varying = [each for each in inputs if tf.get_static_value(each) is None]
         if kind in _SUMS:
             stack.extend(inputs)
-        elif kind in _MULTIPLES and len(inputs) - len(constant) == 1:
-            stack.extend(t for t in inputs if not any(t is c for c in constant))
+        elif len(varying) == 1 and (kind in _MULTIPLES or kind in QUOTIENTS and varying[0] is inputs[0]):
+            stack.extend(varying)
         else:
             found.append(tensor)
     return found

@@ -18,7 +18,7 @@ def with_gradient(gradient, build, op_type, detail=None):
     Args:
       gradient: str, the name that `tf.RegisterGradient` gave a gradient function, one that returns a list or a tuple.
       build: a function without arguments that returns a list of tensors, the first outputs of the op.
-      op_type: str, the type of the op, or a tuple of those that it may have; no other op of `build` may be of them.
+      op_type: str, the type of the op, or a list of those that it may have; no other op of `build` may be of them.
       detail: anything that the gradient function wants back, by `detail_of`; None is not kept.
 
     Returns:

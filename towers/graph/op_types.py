@@ -22,8 +22,8 @@ OF_SHAPES = _types("OnesLike Rank Shape ShapeN Size ZerosLike")  # of what they 
 # Of control flow 1: the ways into a loop, out of it, what joins two ways, the circles in a graph, and the ways into branches.
 ENTERS, EXITS, MERGES, LOOPS_BACK, SWITCHES, IDENTITIES = (
     frozenset([name, "Ref" + name]) for name in ("Enter", "Exit", "Merge", "NextIteration", "Switch", "Identity"))
-# Of control flow 2: the attributes that name the functions which ops of a type call; those ops that may write, and those whose
-# first input chooses.
+# Of control flow 2: the attributes that name the functions which ops of a type call; those ops that have state, and may write;
+# and those whose first input chooses a branch.
 BODIES = {"If": ("then_branch", "else_branch"), "StatelessIf": ("then_branch", "else_branch"), "Case": ("branches",),
           "StatelessCase": ("branches",), "While": ("cond", "body"), "StatelessWhile": ("cond", "body"),
           "PartitionedCall": ("f",), "StatefulPartitionedCall": ("f",)}

@@ -10,7 +10,7 @@ __all__ = ["ancestors", "calls_of", "computes_the_same", "descendants", "end_of"
            "reads_of", "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
 _PASSED_ON = ENTERS | SWITCHES | IDENTITIES  # by a variable on its way in
-# What of a variable reads no value and writes none, and what writes none of what it is given.
+# The first neither read a variable's value nor write one, the second write none.
 _ASKS = frozenset(["VariableShape", "VarIsInitializedOp", "IsVariableInitialized", "DestroyResourceOp"])
 _LOOKS_AT = _ASKS | READS | LOOKS_UP | MERGES | EXITS | LOOPS_BACK | {"RefSelect"}
 

@@ -53,7 +53,7 @@ def warn_of_large_gathers(meetings, tower):
 def drawn(plan, tower):
     """Returns what became of each op of a whole-batch model: a str of a line for each, with its placement and where towers meet.
 
-    Left out are constants, and what is computed of sizes alone.
+    Left out are constants, variables and reads of them, and what is computed of sizes alone.
     """
     rows = []
     for op in plan.order:

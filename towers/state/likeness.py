@@ -298,7 +298,7 @@ def _is_left_out_of_one(op):
 
 def _comes_to(op, constant):
     """Tells whether an op that goes by unknown sizes may be the constant that TensorFlow makes where they are known."""
-    if op.type == "Fill":  # tf.zeros and tf.ones of up to a thousand entries
+    if op.type == "Fill" and op.outputs[0].dtype != tf.string:  # tf.zeros and tf.ones of up to a thousand entries
         value, filling = tf.get_static_value(op.inputs[1]), {
             value.tobytes() for value in tf.make_ndarray(constant.get_attr("value")).reshape([-1])}
         return value is not None and filling == {np.asarray(value).tobytes()}

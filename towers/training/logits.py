@@ -5,12 +5,11 @@ The graph still holds them. Only ops are passed that change no value: what is fo
 """
 import tensorflow.compat.v1 as tf
 
-from towers.graph.op_types import ENTERS, HANDS_ON, QUOTIENTS, READS, SAME_NUMBERS
+from towers.graph.op_types import ADDS, ENTERS, HANDS_ON, QUOTIENTS, READS, SAME_NUMBERS
 from towers.graph.private import gradient_of, taken_from_outside
 from towers.graph.static_values import static_value
 from towers.graph.walk import computes_the_same, variable_of
 from towers.sharding.rules import products, rows
-from towers.sharding.rules.pointwise import JOINT
 from towers.sharding.rules.table import RULES
 
 __all__ = ["find_logits", "looks_like"]
@@ -25,9 +24,9 @@ _REDONE = {  # ops that move values or name their type anew, and how another ten
 _EXACT = {tf.float16: (tf.float32, tf.float64), tf.bfloat16: (tf.float32, tf.float64), tf.float32: (tf.float64,)}
 # Averages of probabilities are probabilities, and of logits, logits: what looks like either does so through these too.
 _AVERAGES = ("ResizeBilinear", "ResizeNearestNeighbor", "AvgPool", "AvgPool3D", "StopGradient")
-# Of a variable, a layer: products with a kernel, kernels applied to each example, and what adds a bias.
-_LAYERS = {name for name, rule in RULES.items() if rule.function.__module__ in (products.__name__, rows.__name__)}.union(
-    ("BiasAdd " + JOINT).split())
+# What may be a layer where it takes a variable: ops by the rules of products and of each example, and what adds a bias.
+_LAYERS = ADDS.union({"BiasAdd"}, (
+    name for name, rule in RULES.items() if rule.function.__module__ in (products.__name__, rows.__name__)))
 
 
 def find_logits(outputs, axis):

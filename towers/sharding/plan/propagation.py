@@ -546,8 +546,9 @@ def _met_at_source(plan):
                 continue
             meeting[end_of(tensor)] = tensor
             source = tensor
-            while source.op.type in _HANDING_ON and source.op not in plan.decisions and isinstance(
-                    plan.placements.get(end_of(source.op.inputs[0])), (Partial, PartialMean)):
+            while source.op.type in _HANDING_ON and source.op not in plan.decisions and (
+                    source.dtype.is_complex == source.op.inputs[0].dtype.is_complex) and isinstance(
+                        plan.placements.get(end_of(source.op.inputs[0])), (Partial, PartialMean)):
                 source = source.op.inputs[0]
             if source is not tensor and loop_of(source.op) is None:
                 found.add(end_of(source))

@@ -14,8 +14,8 @@ from towers.graph.private import position_of
 
 __all__ = ["JOINS", "Join", "attributes_of", "join_of", "own_of_turns", "parts_of", "turns_added_up"]
 
-# Types of ops that put all turns together at once -> which input is the axis along which they do, or the attribute; None where
-# they add up, which additions do one after the other.
+# Types of ops that put all turns together at once -> which input is the axis along which they do, or the attribute that says it;
+# None where they add up, which additions do one after the other.
 _JOINS = {"AccumulateNV2": None, "AddN": None, "Concat": 0, "ConcatV2": -1, "Pack": "axis"}
 JOINS = frozenset(_JOINS).union(ADDS)
 
@@ -97,7 +97,7 @@ def own_of_turns(turns, times):
         if ops[0] in own or all(op is ops[0] for op in ops):
             continue
         own.update(ops)
-        is_source = ops[0].outputs and not ops[0].inputs and ops[0].type != "Const" and not ops[0].op_def.is_stateful
+        is_source = bool(ops[0].outputs) and not ops[0].inputs and ops[0].type != "Const" and not ops[0].op_def.is_stateful
         if is_source or len({(op.type, len(op.inputs)) for op in ops}) > 1 or any(
                 attributes_of(op) != attributes_of(ops[0]) for op in ops):
             raise ValueError("one whose turns are not alike (%r, %r)" % (ops[0].name, ops[-1].name))
@@ -150,7 +150,9 @@ def _form(tensor):
 
 def _axis(op):
     at = _JOINS[op.type]
-    axis = op.get_attr(at) if isinstance(at, str) else None if at is None else tf.get_static_value(op.inputs[at])
+    if isinstance(at, str):
+        return op.get_attr(at)
+    axis = None if at is None else tf.get_static_value(op.inputs[at])
     return axis if axis is None else int(axis)
 
 

@@ -246,11 +246,13 @@ def _fits(new, old):
 
 
 def _shapes_of_whole(op, inputs):
-    """Returns those attributes of an op that tell the shape of what it takes, or of the elements of a list, a dict."""
+    """Returns what those of an op's attributes that are shapes come to for other inputs, a dict: its input's, and elements'."""
     names = [] if op.op_def is None else [attribute.name for attribute in op.op_def.attr if attribute.type == "shape"]
     shapes = {name: tf.TensorShape(None) for name in names if name.startswith("element_shape")}
-    if "shape" in names and not inputs[0].shape.is_compatible_with(op.outputs[0].shape):
-        shapes["shape"] = inputs[0].shape
+    if "shape" in names and op.inputs:
+        old, new = op.inputs[0].shape, inputs[0].shape
+        if old.is_compatible_with(op.outputs[0].shape) and not new.is_compatible_with(op.outputs[0].shape):
+            shapes["shape"] = new
     return {name: tf.AttrValue(shape=shape.as_proto()) for name, shape in shapes.items()}
 
 

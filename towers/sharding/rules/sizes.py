@@ -54,7 +54,7 @@ def starts(node):
         raise Unfit()
     others = [sizes for i, sizes in enumerate(zip(*shapes)) if i != int(axis) % len(shapes[0])]
     if any(len(set(map(is_of_size, sizes))) > 1 for sizes in others):
-        raise Unfit()  # a tower's own sizes beside the whole batch's, and the kernel wants the same
+        raise Unfit()  # its kernel wants the same sizes of all, and here a tower's own stand beside the whole batch's
     found, begin = [], 0
     for shape in shapes:
         start = np.zeros(len(shape), object)
