@@ -295,7 +295,8 @@ def test_tf_layers_train_as_one_tower_does(update_ops, case):
 def assert_stays_frozen(converted, batch):
     """Asserts that steps in inference mode leave all variables alone, on three towers.
 
-    TensorFlow 1's layer, on towers or not, averages memory that its fused op never wrote, with weight 0: it is NaN now and then.
+    One tower can't be held to it: TensorFlow 1's layer, as it is, averages memory that its fused op never wrote, with weight 0,
+    which comes to NaN now and then.
     """
     replicas = build(converted, batch, num_towers=3)
     updates = towers.collect_update_ops(replicas)
@@ -303,8 +304,7 @@ def assert_stays_frozen(converted, batch):
         before = made.run(tf.global_variables())
         for _ in range(3):
             made.run([replicas.loss, updates])
-        for value, old in zip(made.run(tf.global_variables()), before):
-            np.testing.assert_array_equal(np.where(np.isnan(value), old, value), old)
+        np.testing.assert_equal(made.run(tf.global_variables()), before)
 
 
 def without_updates(model_fn):
