@@ -210,9 +210,9 @@ class _Workers:
         failed, deadline = None, float("inf")
         while True:
             statuses = [process.poll() for process in self._processes]
-            if failed is None:
-                failed = next(((rank, status, self._awaited(rank, status, statuses))
-                               for rank, status in enumerate(statuses) if status), None)
+            if failed is None and any(statuses):
+                rank = _cause(statuses)
+                failed = rank, statuses[rank], self._awaited(rank, statuses[rank], statuses)
             if None not in statuses:
                 return failed
             for number in signals.take():
@@ -251,6 +251,15 @@ class _Workers:
             process.wait()
         for reader in self._readers:
             reader.join(5.0)  # a process that left the session may keep the pipe open
+
+
+def _cause(statuses):
+    """Returns which of several workers that have failed by now did so first, an int.
+
+    One that waited in vain did so for another, and one that was killed got no word of others.
+    """
+    failed = [rank for rank, status in enumerate(statuses) if status]
+    return min(failed, key=lambda rank: (statuses[rank] == _WAITED_IN_VAIN, statuses[rank] > 0, rank))
 
 
 def _signal_group(process, number):

@@ -127,6 +127,12 @@ def test_when_one_fails_all_are_stopped_and_its_status_is_the_launchers(script, 
     assert not [pid for pid in pids(tmp_path, 3) if is_alive(pid)]
 
 
+@pytest.mark.parametrize("statuses,rank", [
+    ([None, 0, 7], 2), ([70, -9, None], 1), ([1, 70, -9], 2), ([70, 1], 1), ([None, 70], 1), ([70, 70], 0)])
+def test_of_several_that_have_failed_the_one_is_named_that_the_others_failed_for(statuses, rank):
+    assert launch._cause(statuses) == rank
+
+
 def test_one_that_ignores_sigterm_ends_too(script, tmp_path):
     path = script(saying_its_pid(tmp_path) + "if rank == 1: time.sleep(0.5); sys.exit(7)\n"
                   "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER)

@@ -11,6 +11,7 @@ from tf_syncbn.conversion.peephole import ROOTS, Moments, find_moments
 from tf_syncbn.kernels.layer import Layer
 from tf_syncbn.kernels.moments import bessel, packed, parts, split
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
+from towers.graph.ordering import take_instead
 from towers.graph.walk import end_of
 from towers.sharding.nodes import Decision
 from towers.sharding.placements import Blocks, Partial, PartialMean, Replicate, Shard
@@ -37,6 +38,9 @@ class BatchNorms(Kernels):
         self.rules = dict(RULES, Mean=Rule(self._of_mean, RULES["Mean"].knows))
         self.rules.update((name, Rule(self._of_fused, RULES[name].knows)) for name in FUSED.split())
         self.found, self.chosen, self.plan, self._tower = [], [], None, tower
+        for op in ops:
+            if is_batch_norm(op) and not op.get_attr("is_training"):
+                _hand_out_averages(op)
         self._moments, self._squares = find_moments(ops)
         self._whole, self._parts, self._asked = {}, {}, {}
 
@@ -155,6 +159,15 @@ class BatchNorms(Kernels):
             x, axis = along_one_axis(batch_norm.x, batch_norm.kept)
             return moments_over_towers(x, axis, None)
         return packed(*whole) if isinstance(whole, tuple) else whole
+
+
+def _hand_out_averages(op):
+    """Lets what takes the moments of a fused op that does not train take the averages that it was given.
+
+    TensorFlow 1's kernel writes no variance then: a layer averages what its memory held, with weight 0, which may be NaN.
+    """
+    for given, output in zip(op.inputs[3:5], op.outputs[1:3]):
+        take_instead(output.consumers(), output, given)
 
 
 def _fused_batch_norm(op):

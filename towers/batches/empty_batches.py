@@ -8,6 +8,7 @@ count on it, and such an op is refused. A list of the examples, as `tf.map_fn` m
 """
 import tensorflow.compat.v1 as tf
 
+from towers.graph.ordering import take_instead
 from towers.graph.private import control_flow_now, control_flow_of, forward_op_of, rewire, runs_onednn, set_shape_attribute
 from towers.graph.walk import tensors_of
 
@@ -77,10 +78,7 @@ def _take_zeros(op, like):
         _, none = tf.raw_ops.Switch(data=like, pred=is_empty)
         found, _ = tf.raw_ops.Merge(inputs=[output, tf.raw_ops.ZerosLike(x=none)])
     rewire(op, 1, numbers)
-    for consumer in consumers:
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor is output:
-                rewire(consumer, index, found)
+    take_instead(consumers, output, found)
 
 
 def _size(tensor):
@@ -112,8 +110,5 @@ def _fill(op, batches, handed_on):
         left = tf.slice(output, along_first * missing, [-1] * rank)
         left.set_shape(output.shape)
         handed_on[left.op] = output
-    for consumer in consumers:
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor is output:
-                rewire(consumer, index, left)
+    take_instead(consumers, output, left)
     return left

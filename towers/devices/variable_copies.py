@@ -7,7 +7,8 @@ that outlive the step would cross between devices as often, once a step, and be 
 import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import READS
-from towers.graph.private import control_flow_now, control_flow_of, rewire
+from towers.graph.ordering import take_instead
+from towers.graph.private import control_flow_now, control_flow_of
 from towers.graph.walk import ancestors, is_ref, op_of, reads_of, writes_of
 
 __all__ = ["read_once"]
@@ -54,9 +55,7 @@ def _copy(variable, taken, tower):
         with tf.device(tower.device):
             copy = tf.identity(value, name=variable.op.name)
     for read, consumer in taken:
-        for index, tensor in enumerate(consumer.inputs):
-            if tensor.op is read:
-                rewire(consumer, index, copy)
+        take_instead([consumer], read.outputs[0], copy)
 
 
 def _is_same(device, other):

@@ -7,8 +7,8 @@ from towers.graph.private import (control_flow_now, control_flow_of, outer_contr
                                   waiting_for)
 from towers.graph.walk import ancestors, descendants, is_ref, variable_of, written_variable
 
-__all__ = ["copy_before_writes", "order_writes", "read_after", "read_written", "run_after_in", "take_twin", "takers_of",
-           "value_before_writes"]
+__all__ = ["copy_before_writes", "order_writes", "read_after", "read_written", "run_after_in", "take_instead", "take_twin",
+           "takers_of", "value_before_writes"]
 
 
 def read_after(op, earlier, movable, ops_of_tower):
@@ -135,12 +135,17 @@ def _finished(op):
     return made[0]
 
 
+def take_instead(ops, tensor, other):
+    """Lets ops take another tensor wherever they take this one."""
+    for op in ops:
+        for index, taken in enumerate(op.inputs):
+            if taken is tensor:
+                rewire(op, index, other)
+
+
 def take_twin(op, twin):
     """Lets all that takes what an op gives, or waits for it, take and wait for its twin."""
     for tensor, of_twin in zip(op.outputs, twin.outputs):
-        for consumer in tensor.consumers():
-            for index, taken in enumerate(consumer.inputs):
-                if taken is tensor:
-                    rewire(consumer, index, of_twin)
+        take_instead(tensor.consumers(), tensor, of_twin)
     for waiting in waiting_for(op):
         wait_only_for(waiting, [twin if earlier is op else earlier for earlier in waiting.control_inputs])

@@ -4,7 +4,8 @@ An op of tower 0 that takes the place of a later tower's waits for nothing of wh
 examples that is written first, or in the same branch of a tf.cond. Such effects have to happen all the same.
 """
 from towers.graph.op_types import CALLS
-from towers.graph.private import branches_of, control_flow_now, control_flow_of, rewire, run_after, wait_only_for, waiting_for
+from towers.graph.ordering import take_instead
+from towers.graph.private import branches_of, control_flow_now, control_flow_of, run_after, wait_only_for, waiting_for
 from towers.graph.walk import ancestors, descendants, is_ref
 
 __all__ = ["OwnEffects"]
@@ -74,7 +75,5 @@ def _read_instead(op, tensor, earlier):
     """Lets what takes an op's outputs take a tensor, after other ops."""
     for taken in op.outputs:
         for consumer in taken.consumers():
-            for index, source in enumerate(consumer.inputs):
-                if source is taken:
-                    rewire(consumer, index, tensor)
+            take_instead([consumer], taken, tensor)
             run_after(consumer, earlier)

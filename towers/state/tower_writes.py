@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 from towers.api.wording import TowersWarning, some_of
 from towers.graph.functions import Functions
 from towers.graph.op_types import CALLS, LOOKS_UP, READS
-from towers.graph.ordering import copy_before_writes, read_after, read_written, run_after_in, take_twin, takers_of
+from towers.graph.ordering import copy_before_writes, read_after, read_written, run_after_in, take_instead, take_twin, takers_of
 from towers.graph.private import control_flow_now, control_flow_of, rewire
 from towers.graph.walk import ancestors, descendants, in_circles, is_variable, op_of, variable_of, writes_of, written_variables
 from towers.meeting.turns import TowerMismatchError
@@ -229,9 +229,8 @@ class _State:
             if op not in before_last:
                 run_after_in(op, results, view.ops)
         for op, tensor, of_last in taken:
-            for index, source in enumerate(op.inputs):
-                if source is tensor and op not in before_last:
-                    rewire(op, index, of_last)
+            if op not in before_last:
+                take_instead([op], tensor, of_last)
 
     def _refuse_circles(self):
         """Raises ValueError where a tower's write waits for an earlier tower's, which comes after it."""
