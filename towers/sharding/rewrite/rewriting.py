@@ -246,7 +246,7 @@ def _fits(new, old):
 
 
 def _shapes_of_whole(op, inputs):
-    """Returns what those of an op's attributes that are shapes come to for other inputs, a dict: its input's, and elements'."""
+    """Returns those attributes of an op that are shapes as they have to be for other inputs, a dict."""
     names = [] if op.op_def is None else [attribute.name for attribute in op.op_def.attr if attribute.type == "shape"]
     shapes = {name: tf.TensorShape(None) for name in names if name.startswith("element_shape")}
     if "shape" in names and op.inputs:
