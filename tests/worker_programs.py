@@ -17,6 +17,7 @@ import towers  # noqa: E402
 from tests.conftest import BEHAVIOUR  # noqa: E402, F401  which chooses TensorFlow's behaviour
 from tests.kernel_machines import running_on  # noqa: E402
 from tests.support import cpus  # noqa: E402
+from towers.workers.step_numbers import StepNumbers  # noqa: E402
 
 CLASSES, STEPS = 3, 4
 
@@ -348,6 +349,48 @@ def _connect_in_vain():
         towers.workers.connect(time_limit=1)
     except RuntimeError as error:
         print("refused: %s" % error)
+
+
+def steps():
+    """Trains by a session and by a monitored one, and says when each sequence of numbers was drawn, late, or first used."""
+    times, draw, run = {}, StepNumbers._draw, tf.Session.run
+
+    def late(self, key):
+        time.sleep(0.3)
+        draw(self, key)
+        times[key] = time.monotonic()
+
+    def watched(self, fetches, feed_dict=None, options=None, run_metadata=None):
+        key = options.experimental.collective_graph_key if options else 0
+        if key:
+            times.setdefault(key, time.monotonic())
+        return run(self, fetches, feed_dict, options, run_metadata)
+
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+        StepNumbers._draw = late
+    else:
+        tf.Session.run = watched
+    workers = towers.workers.connect(devices=cpus(1), time_limit=60)
+    for monitored in (False, True):
+        with tf.Graph().as_default():
+            x = tf.get_variable("x", [], initializer=tf.ones_initializer())
+            tf.train.get_or_create_global_step()
+            step = x.assign_add(workers.all_reduce(x)).op
+            if monitored:
+                with tf.train.MonitoredTrainingSession(workers.target, config=workers.session_config(),
+                                                       hooks=[workers.hook()]) as session:
+                    for _ in range(2):
+                        session.run(step)
+                    assert session.run(x) == 9
+            else:
+                broadcast = workers.broadcast_variables()
+                with workers.session() as session:
+                    session.run(tf.global_variables_initializer())
+                    session.run(broadcast)
+                    session.run(step)
+                    session.make_callable(step)()
+                    assert session.run(x) == 9
+    print("times %s" % json.dumps(times))
 
 
 def main():

@@ -33,7 +33,7 @@ ORDER = {
         *wing("meeting", "turns meetings exchanges sums slices cross_tower global_loss"),
         *wing("devices", "placement sharing graph_collections variable_copies variable_placement"),
         *wing("batches", "rows batch shares input empty_batches"),
-        *wing("workers", "cluster collectives watchdog gradient_sums variables peers sessions plain one_client connection"),
+        *wing("workers", "cluster collectives step_numbers watchdog gradient_sums variables peers sessions plain one_client connection"),
         "sharding.placements", "sharding.nodes", "sharding.bodies",
         *wing("sharding.rules", RULES), "sharding.rules.asked", "sharding.rules.powers",
         *wing("sharding.plan", "own_gradients propagation gradient_functions row_loops guesses twin pairing given"),

@@ -7,7 +7,9 @@ import zlib
 
 import tensorflow.compat.v1 as tf
 
-__all__ = ["Collectives"]
+from towers.graph.walk import calls_of
+
+__all__ = ["Collectives", "instances_of", "kept"]
 
 _GROUP = 1  # the number of the group that all workers form
 _MADE = "_towers_collectives"  # attribute of a graph, a dict from instance numbers to signatures; of None, the graph's own
@@ -96,7 +98,7 @@ class Collectives:
     @staticmethod
     def next_of_graph(what):
         """Returns how often it was asked for `what` in the default graph before: an int from 0."""
-        numbers = _kept(tf.get_default_graph(), _NUMBERS)
+        numbers = kept(tf.get_default_graph(), _NUMBERS)
         numbers[what] = numbers.get(what, -1) + 1
         return numbers[what]
 
@@ -113,7 +115,7 @@ class Collectives:
 
     def _options(self, kind, tensor, purpose):
         # A process keeps an instance's first shape, so another graph whose sizes are others needs instances of its own.
-        made = _kept(tf.get_default_graph(), _MADE)
+        made = kept(tf.get_default_graph(), _MADE)
         if not made:
             self._num_graphs += 1
             made[None] = "graph %d" % self._num_graphs
@@ -128,16 +130,28 @@ class Collectives:
     @staticmethod
     def name_graph(name):
         """Names the default graph, which holds no collective yet, where purposes tell its collectives from all other graphs'."""
-        _kept(tf.get_default_graph(), _MADE)[None] = name
+        kept(tf.get_default_graph(), _MADE)[None] = name
 
     @staticmethod
     def made():
         """Returns what tells the collectives of the default graph apart, a sorted list of str."""
-        return sorted(_kept(tf.get_default_graph(), _MADE).values())
+        return sorted(kept(tf.get_default_graph(), _MADE).values())
 
 
-def _kept(graph, attribute):
-    """Returns a dict that stays with the outermost graph."""
+def instances_of(ops):
+    """Returns the numbers of the collectives among ops, and in functions that they call, a set of int."""
+    found = set()
+
+    def look(nodes):
+        found.update(node.attr["instance_key"].i for node in nodes if node.op.startswith("Collective"))
+
+    look([op.node_def for op in ops if op.type.startswith("Collective")])
+    calls_of(ops, look)
+    return found
+
+
+def kept(graph, attribute):
+    """Returns a dict that stays with the outermost graph, empty at first."""
     while getattr(graph, "outer_graph", None) is not None:  # of a tf.function, or a loop of control flow 2
         graph = graph.outer_graph
     if not hasattr(graph, attribute):

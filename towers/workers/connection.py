@@ -18,6 +18,7 @@ from towers.workers.collectives import Collectives
 from towers.workers.peers import Peers
 from towers.workers.plain import AveragingOptimizer, average_gradients, extreme_with_gradient, sum_with_gradient
 from towers.workers.sessions import Hook, WatchedSession, watched
+from towers.workers.step_numbers import StepNumbers
 from towers.workers.variables import broadcast
 from towers.workers.watchdog import Watchdog, probe
 
@@ -106,7 +107,6 @@ class Workers:
         if self.size > 1:
             self._config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
             self._config.device_filters.append("/job:worker/task:%d" % self.rank)
-            self._config.isolate_session_state = True  # a server's sessions would share their variables
             self._serve()
 
     def __repr__(self) -> str:
@@ -120,6 +120,7 @@ class Workers:
             raise RuntimeError("The server of %s can't be started: its port is taken, or TensorFlow has a server in this process "
                                "already (%s)." % (self._cluster.describe(self.rank), _first_line(error))) from error
         self.target = self._server.target
+        self._config.isolate_session_state = True  # a server's sessions would share their variables
         missing = [rank for rank in range(self.size) if rank != self.rank]
         while missing:
             states = {rank: probe(self._cluster.addresses[rank]) for rank in missing}
@@ -129,6 +130,9 @@ class Workers:
                     self._cluster.describe(self.rank).capitalize(), self.time_limit,
                     " and ".join(self._cluster.describe(rank) for rank in missing), states[missing[0]]))
             time.sleep(0.1 if missing else 0)
+        self._steps = StepNumbers(self.rank, self.size, self.target, self._config, "grpc://" + self._cluster.addresses[0])
+        with watched(self._watchdog, "its start"):
+            self._steps.begin()
         # TensorFlow numbers a group's devices by an order of its own.
         ranks = self._run_once(lambda: self.collectives.join(tf.constant(self.rank), ("ranks",)), "its start")
         self.collectives.order = [int(row) for row in np.argsort(ranks)]
@@ -147,7 +151,8 @@ class Workers:
 
     def session(self, graph: Optional[Graph] = None, config: Optional[ConfigProto] = None) -> Session:
         """Returns a `tf.Session` of this worker, whose runs are watched: they end, or the process does."""
-        return WatchedSession(self._watchdog, self.target, graph, self.session_config(config))
+        return WatchedSession(self._watchdog, self.target, graph, self.session_config(config),
+                              self._run_options)
 
     def hook(self) -> SessionRunHook:
         """Returns a `tf.train.SessionRunHook` for a monitored session: it broadcasts variables, and watches the runs.
@@ -157,7 +162,7 @@ class Workers:
             tf.train.MonitoredTrainingSession(master=workers.target, config=workers.session_config(), hooks=[workers.hook()],
                                               checkpoint_dir=folder if workers.is_chief else None)
         """
-        return Hook(self, self._watchdog)
+        return Hook(self, self._watchdog, self._run_options)
 
     def all_reduce(self, tensor: TensorLike, reduction: str = "sum", name: Optional[str] = None) -> Tensor:
         """Sums or averages a tensor over workers, or takes the largest or smallest; within towers `towers.all_reduce` does.
@@ -286,12 +291,21 @@ class Workers:
         """Returns the `Peers` of a build of so many towers, None where this worker is alone."""
         return Peers(self, num_towers) if self.size > 1 else None
 
+    def _run_options(self, graph, fetches, feed_dict, options):
+        """Returns the `tf.RunOptions` with which a run meets those of the other workers; see `StepNumbers.options`."""
+        if self.size == 1:
+            return options
+
+        def wait(key):
+            self._run_once(lambda: self.collectives.join(tf.constant(0), ("run", key)), "the beginning of a run")
+        return self._steps.options(graph, fetches, feed_dict, options, wait)
+
     def _run_once(self, build, what):
         with tf.Graph().as_default() as graph:
             self.collectives.name_graph("of what workers tell")  # not a number: some workers may have begun more graphs
             fetched = build()
             with watched(self._watchdog, what), tf.Session(self.target, graph, self._config) as session:
-                return session.run(fetched)
+                return session.run(fetched, options=self._steps.told)
 
 
 def _first_line(error):

@@ -37,36 +37,46 @@ def _place(run, graph):
 
 
 class WatchedSession(tf.Session):
-    """A `tf.Session` in which nothing waits for other workers longer than their time limit."""
+    """A `tf.Session` in which nothing waits for other workers longer than their time limit.
 
-    def __init__(self, watchdog, target, graph, config):
-        self._watchdog, self._num_runs = watchdog, 0
+    Args:
+      watchdog: `towers.workers.watchdog.Watchdog`.
+      target, graph, config: as `tf.Session` takes them.
+      run_options: optional function of a graph and of a run's fetches, fed values and options that returns its options.
+    """
+
+    def __init__(self, watchdog, target, graph, config, run_options=None):
+        self._watchdog, self._num_runs, self._run_options = watchdog, 0, run_options
         super().__init__(target, graph, config)
 
     def _watched(self):
         self._num_runs += 1
         return watched(self._watchdog, "run %d of its session" % self._num_runs, _place(super().run, self.graph))
 
-    def run(self, *args, **kwargs):
+    def run(self, fetches, feed_dict=None, options=None, run_metadata=None):
         """As `tf.Session.run`."""
         with self._watched():
-            return super().run(*args, **kwargs)
+            if self._run_options:
+                options = self._run_options(self.graph, fetches, feed_dict, options)
+            return super().run(fetches, feed_dict, options, run_metadata)
 
-    def make_callable(self, *args, **kwargs):
+    def make_callable(self, fetches, feed_list=None, accept_options=False):
         """As `tf.Session.make_callable`."""
-        made = super().make_callable(*args, **kwargs)
+        made = super().make_callable(fetches, feed_list, accept_options=True)
 
-        def call(*values, **options):
+        def call(*values, **kwargs):
             with self._watched():
-                return made(*values, **options)
+                if self._run_options:
+                    kwargs["options"] = self._run_options(self.graph, fetches, feed_list, kwargs.get("options"))
+                return made(*values, **kwargs)
         return call
 
 
 class Hook(tf.train.SessionRunHook):
     """Makes variables equal when a monitored session was made, and watches its runs; see `Workers.hook`."""
 
-    def __init__(self, workers, watchdog):
-        self._workers, self._watchdog = workers, watchdog
+    def __init__(self, workers, watchdog, run_options=None):
+        self._workers, self._watchdog, self._run_options = workers, watchdog, run_options
         self._broadcast, self._waiting, self._num_runs, self._began = None, contextlib.ExitStack(), 0, None
         self._run = None  # the wait of the run that goes on
 
@@ -77,6 +87,12 @@ class Hook(tf.train.SessionRunHook):
     def after_create_session(self, session, coord):
         """Gives every worker the chief's variables, which it initialized or restored."""
         self._waiting.close()
+        if self._run_options:
+            run = session.run
+
+            def run_with_options(fetches, feed_dict=None, options=None, run_metadata=None):
+                return run(fetches, feed_dict, self._run_options(session.graph, fetches, feed_dict, options), run_metadata)
+            session.run = run_with_options  # of what hooks ask for a monitored session takes no experimental options
         try:
             with self._watchdog.waiting("its start") as wait:
                 try:
