@@ -50,7 +50,7 @@ docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build
 	@echo "To read it: $(RUN) -m http.server --directory build/docs"
 
-# Every promise once: of each test the first case, of quick tests all, and none that is marked laws.
+# Every promise once: of each test the first case, of quick tests four, and none that is marked laws.
 test: $(VENV)/ready
 	$(RUN) -m pytest $(IN_PROCESSES) -m "not laws and not sweep"
 

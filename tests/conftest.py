@@ -3,6 +3,7 @@
 TOWERS_TEST_BEHAVIOUR chooses it: "v1" (the default) is `disable_v2_behavior()`, with ref variables and control flow v1;
 "graph" is `disable_eager_execution()` alone, with resource variables, and with control flow v2 on TensorFlow 2.
 """
+import collections
 import importlib.util
 import os
 import signal
@@ -39,7 +40,8 @@ _ONCE = ("benchmarks", "cluster", "control_flow_2", "conversion_forms", "errors_
          "site", "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
 collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
-# Folders and files whose tests take moments, so that `make test` runs all their cases.
+# Folders and files whose tests take moments, so that `make test` runs so many cases of each; of other tests it runs one.
+_OF_QUICK = 4
 _QUICK = {"api", "batches", "devices", "plain_towers", "state", "test_exchange.py", "test_kernels.py"}
 
 # Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
@@ -51,16 +53,17 @@ hypothesis.settings.load_profile("towers")
 
 @pytest.hookimpl(tryfirst=True)  # before they are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Marks all cases of a test but its first as left to `make test-laws`, where they take long.
+    """Marks all cases of a test but its first ones as left to `make test-laws`.
 
     Groups of tests that run in one process begin first: at the end the other process would wait.
     """
-    tests = set()
+    cases = collections.Counter()
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("sweep") is None:
-            if (item.parent, item.originalname) in tests and _QUICK.isdisjoint(Path(item.fspath).parts[-2:]):
+            test = item.parent, item.originalname
+            cases[test] += 1
+            if cases[test] > (1 if _QUICK.isdisjoint(Path(item.fspath).parts[-2:]) else _OF_QUICK):
                 item.add_marker(pytest.mark.laws)
-            tests.add((item.parent, item.originalname))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

@@ -10,7 +10,7 @@ from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import tf_inspect
 
 import towers
-from tests.support import build, cpus
+from tests.support import build, session_as_written
 
 __all__ = ["Combination", "Form", "Sample", "combinations", "differences", "op_def", "of"]
 
@@ -354,12 +354,7 @@ def _values(total):
 
 
 def _run(fetches, feeds):
-    options = tf.GraphOptions(optimizer_options=tf.OptimizerOptions(opt_level=tf.OptimizerOptions.L0))
-    options.rewrite_options.disable_meta_optimizer = True
-    config = towers.session_config(cpus(4))
-    config.graph_options.CopyFrom(options)
-    with tf.Session(config=config) as made:
-        made.run(tf.global_variables_initializer())
+    with session_as_written() as made:
         return made.run(fetches, feeds)
 
 

@@ -27,13 +27,15 @@ def messages_of(path):
             if node not in prose and isinstance(getattr(node, "value", getattr(node, "s", None)), str)]
 
 
-MESSAGES = [message for package in ("towers", "tf_syncbn") for path in sorted((ROOT / package).rglob("*.py"))
+@pytest.fixture(scope="module")
+def messages():
+    return [message for package in ("towers", "tf_syncbn") for path in sorted((ROOT / package).rglob("*.py"))
             for message in messages_of(path)]
 
 
 @pytest.mark.parametrize("piece", PIECES)
-def test_piece_stands_in_a_message_of_the_source(piece):
-    assert any(piece in message for message in MESSAGES)
+def test_piece_stands_in_a_message_of_the_source(piece, messages):
+    assert any(piece in message for message in messages)
 
 
 def test_pieces_are_found_and_each_stands_on_the_page_once():

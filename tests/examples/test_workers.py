@@ -69,6 +69,7 @@ def on_one_worker(tmp_path_factory):
     return on_one_worker_of("of one layer", tmp_path_factory.mktemp("one"))
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("network,moments", [
     ("of one layer", ["saving"]), pytest.param("of one layer", ["start", "saving"], marks=pytest.mark.sweep),
     pytest.param("of one layer", [], marks=pytest.mark.sweep), pytest.param("whole", [], marks=pytest.mark.sweep)])
