@@ -4,6 +4,7 @@ TOWERS_TEST_BEHAVIOUR chooses it: "v1" (the default) is `disable_v2_behavior()`,
 "graph" is `disable_eager_execution()` alone, with resource variables, and with control flow v2 on TensorFlow 2.
 """
 import collections
+import gc
 import importlib.util
 import os
 import signal
@@ -65,6 +66,12 @@ def pytest_collection_modifyitems(items):
             if cases[test] > (1 if _QUICK.isdisjoint(Path(item.fspath).parts[-2:]) else _OF_QUICK):
                 item.add_marker(pytest.mark.laws)
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def pytest_collection_finish():
+    """Spares Python a look at TensorFlow's own objects whenever it looks for circles of garbage, which graphs are."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
