@@ -352,8 +352,11 @@ def _connect_in_vain():
 
 
 def steps():
-    """Trains by a session and by a monitored one, and says when each sequence of numbers was drawn, late, or first used."""
-    times, draw, run = {}, StepNumbers._draw, tf.Session.run
+    """Trains by a session and by a monitored one, and says when each sequence of numbers was drawn, late, or first used.
+
+    Worker 0 says when it began to serve the others, too. Of a third graph it runs alone what meets in a branch that is not taken.
+    """
+    times, draw, run, start = {}, StepNumbers._draw, tf.Session.run, tf.train.Server.start
 
     def late(self, key):
         time.sleep(0.3)
@@ -366,8 +369,12 @@ def steps():
             times.setdefault(key, time.monotonic())
         return run(self, fetches, feed_dict, options, run_metadata)
 
+    def started(self):
+        times["started"] = time.monotonic()
+        start(self)
+
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
-        StepNumbers._draw = late
+        StepNumbers._draw, tf.train.Server.start = late, started
     else:
         tf.Session.run = watched
     workers = towers.workers.connect(devices=cpus(1), time_limit=60)
@@ -390,6 +397,16 @@ def steps():
                     session.run(step)
                     session.make_callable(step)()
                     assert session.run(x) == 9
+    with tf.Graph().as_default(), workers.session() as session:
+        fed, every = tf.placeholder(tf.float32, []), tf.placeholder(tf.bool, [])
+        total = tf.cond(every, lambda: workers.all_reduce(fed), lambda: fed)
+        if workers.rank == 0:
+            assert session.run(total, {fed: 3, every: False}) == 3  # no other has to run what meets in a branch
+        both = [total, workers.all_reduce(tf.constant(1.0))]
+        of_both = session.make_callable(both, [fed, every])
+        assert of_both(2, False) == [2, 2] and of_both(2, True) == [4, 2]
+        assert session.run(both[1], options=tf.RunOptions()) == 2 == session.make_callable(both[1], accept_options=True)(
+            tf.RunOptions(), tf.RunMetadata())
     print("times %s" % json.dumps(times))
 
 

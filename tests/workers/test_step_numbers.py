@@ -18,7 +18,9 @@ def test_no_worker_asks_for_a_number_before_the_first_one_has_drawn():
     for status, output in results:
         assert status == 0, output
     drawn, begun = (json.loads(re.search("^times (.*)$", output, re.MULTILINE).group(1)) for _, output in results)
-    assert set(drawn) == set(begun) and len(drawn) == 5  # of what workers tell, and of each graph's broadcast and steps
+    of_told, started, _ = drawn.pop("1"), drawn.pop("started"), begun.pop("1")
+    assert of_told < started, "Worker 0 served others before it had drawn the number of what they tell."
+    assert set(drawn) == set(begun) and len(drawn) == 5  # of two graphs' broadcast and steps, and of the third one's
     for key, time in drawn.items():
         assert begun[key] > time, "The other worker began a step before the first one had drawn its number."
 
@@ -53,15 +55,26 @@ def test_a_collective_in_a_loop_is_one_of_the_step(flow):
         assert key_of(end) == key_of(collective(tf.constant([1.0]), 7))
 
 
+@pytest.mark.parametrize("flow", [contextlib.suppress, control_flow_2])
+def test_a_collective_in_a_branch_is_not_sure_to_run(flow):
+    with tf.Graph().as_default(), flow():
+        x, chosen = tf.constant([1.0]), tf.placeholder(tf.bool, [])
+        in_branch = tf.cond(chosen, lambda: collective(x, 7), lambda: x)
+        _, end = tf.while_loop(lambda i, _: i < 2, lambda i, x: (
+            i + 1, tf.cond(chosen, lambda: collective(x, 7), lambda: x)), [0, x])
+        assert key_of(in_branch) is None and key_of(end) is None
+        assert key_of([in_branch, collective(x, 9)]) == key_of(collective(x, 9))
+
+
 def test_options_that_were_given_stay():
-    numbers = StepNumbers(1, 2, "", None, "")
-    graph, waited = tf.get_default_graph(), []
+    numbers = StepNumbers(1, "", None)
+    graph, met = tf.get_default_graph(), []
     one = collective(tf.constant([1.0]), 7)
     given = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
-    options = numbers.options(graph, one, None, given, waited.append)
+    options = numbers.options(graph, one, None, given, met.append)
     assert options.trace_level == given.trace_level and options.experimental.collective_graph_key == key_of(one)
-    assert numbers.options(graph, [one], {}, None, waited.append).experimental == options.experimental
-    assert waited == [key_of(one)]  # once
+    assert numbers.options(graph, [one], {}, None, met.append).experimental == options.experimental
+    assert met == [key_of(one)]  # once
     given.experimental.collective_graph_key = 5
-    assert numbers.options(graph, one, None, given, waited.append) is given
-    assert numbers.options(graph, tf.constant(1), None, None, waited.append) is None
+    assert numbers.options(graph, one, None, given, met.append) is given
+    assert numbers.options(graph, tf.constant(1), None, None, met.append) is None

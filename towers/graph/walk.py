@@ -185,13 +185,19 @@ def reads_of(variable):
     return found
 
 
-def calls_of(ops, has_it):
-    """Returns those of `ops` that call a function of whose nodes, or whose callees' nodes, `has_it` is true."""
-    calls = [(op, names) for op in ops for names in [_function_names(op.node_def)] if names]
+def calls_of(ops, has_it, but=()):
+    """Returns those of `ops` that call a function of whose nodes, or whose callees' nodes, `has_it` is true.
+
+    Args:
+      ops: list of operations.
+      has_it: a function of a list of nodes.
+      but: types of ops whose functions are not looked into.
+    """
+    calls = [(op, names) for op in ops if op.type not in but for names in [_function_names(op.node_def)] if names]
     if not calls:
         return []
     library = _Library(calls[0][0].graph)
-    return [op for op, names in calls if any(library.hides(name, has_it, set()) for name in names)]
+    return [op for op, names in calls if any(library.hides(name, has_it, but, set()) for name in names)]
 
 
 class _Library:
@@ -202,13 +208,14 @@ class _Library:
         self._functions = {function.signature.name: function for function in library.function}
         self._written = {}  # name of a function -> set of numbers of its arguments
 
-    def hides(self, name, has_it, seen):
-        """Tells whether `has_it` is true of the nodes of a function or of one that it calls."""
+    def hides(self, name, has_it, but, seen):
+        """Tells whether `has_it` is true of the nodes of a function or of one that it calls, by no op of the types `but`."""
         if name in seen or name not in self._functions:
             return False
         seen.add(name)
         nodes = self._functions[name].node_def
-        return has_it(nodes) or any(self.hides(callee, has_it, seen) for node in nodes for callee in _function_names(node))
+        return has_it(nodes) or any(self.hides(callee, has_it, but, seen) for node in nodes if node.op not in but
+                                    for callee in _function_names(node))
 
     def written_inputs(self, node):
         """Returns the numbers of the inputs of a node that it writes if they are variables, a set of int."""

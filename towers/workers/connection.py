@@ -107,6 +107,7 @@ class Workers:
         if self.size > 1:
             self._config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
             self._config.device_filters.append("/job:worker/task:%d" % self.rank)
+            self._config.isolate_session_state = True  # a server's sessions would share their variables
             self._serve()
 
     def __repr__(self) -> str:
@@ -115,12 +116,13 @@ class Workers:
     def _serve(self):
         begun, spec = time.monotonic(), tf.train.ClusterSpec({"worker": list(self._cluster.addresses)})
         try:
-            self._server = tf.train.Server(spec, job_name="worker", task_index=self.rank, config=self._config)
+            self._server = tf.train.Server(spec, job_name="worker", task_index=self.rank, config=self._config, start=False)
+            self.target = self._server.target
+            self._steps = StepNumbers(self.rank, self.target, self._config)
+            self._server.start()
         except (tf.errors.OpError, RuntimeError) as error:
             raise RuntimeError("The server of %s can't be started: its port is taken, or TensorFlow has a server in this process "
                                "already (%s)." % (self._cluster.describe(self.rank), _first_line(error))) from error
-        self.target = self._server.target
-        self._config.isolate_session_state = True  # a server's sessions would share their variables
         missing = [rank for rank in range(self.size) if rank != self.rank]
         while missing:
             states = {rank: probe(self._cluster.addresses[rank]) for rank in missing}
@@ -130,9 +132,6 @@ class Workers:
                     self._cluster.describe(self.rank).capitalize(), self.time_limit,
                     " and ".join(self._cluster.describe(rank) for rank in missing), states[missing[0]]))
             time.sleep(0.1 if missing else 0)
-        self._steps = StepNumbers(self.rank, self.size, self.target, self._config, "grpc://" + self._cluster.addresses[0])
-        with watched(self._watchdog, "its start"):
-            self._steps.begin()
         # TensorFlow numbers a group's devices by an order of its own.
         ranks = self._run_once(lambda: self.collectives.join(tf.constant(self.rank), ("ranks",)), "its start")
         self.collectives.order = [int(row) for row in np.argsort(ranks)]
@@ -151,13 +150,12 @@ class Workers:
 
     def session(self, graph: Optional[Graph] = None, config: Optional[ConfigProto] = None) -> Session:
         """Returns a `tf.Session` of this worker, whose runs are watched: they end, or the process does."""
-        return WatchedSession(self._watchdog, self.target, graph, self.session_config(config),
-                              self._run_options)
+        return WatchedSession(self._watchdog, self.target, graph, self.session_config(config), self._run_options)
 
     def hook(self) -> SessionRunHook:
         """Returns a `tf.train.SessionRunHook` for a monitored session: it broadcasts variables, and watches the runs.
 
-        Every worker initializes, the chief alone restores and saves:
+        Put it first among the hooks. Every worker initializes, the chief alone restores and saves:
 
             tf.train.MonitoredTrainingSession(master=workers.target, config=workers.session_config(), hooks=[workers.hook()],
                                               checkpoint_dir=folder if workers.is_chief else None)
@@ -293,12 +291,9 @@ class Workers:
 
     def _run_options(self, graph, fetches, feed_dict, options):
         """Returns the `tf.RunOptions` with which a run meets those of the other workers; see `StepNumbers.options`."""
-        if self.size == 1:
-            return options
-
-        def wait(key):
+        def meet(key):
             self._run_once(lambda: self.collectives.join(tf.constant(0), ("run", key)), "the beginning of a run")
-        return self._steps.options(graph, fetches, feed_dict, options, wait)
+        return self._steps.options(graph, fetches, feed_dict, options, meet) if self.size > 1 else options
 
     def _run_once(self, build, what):
         with tf.Graph().as_default() as graph:

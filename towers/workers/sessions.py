@@ -62,10 +62,13 @@ class WatchedSession(tf.Session):
 
     def make_callable(self, fetches, feed_list=None, accept_options=False):
         """As `tf.Session.make_callable`."""
-        made = super().make_callable(fetches, feed_list, accept_options=True)
+        made = super().make_callable(fetches, feed_list, accept_options or self._run_options is not None)
 
         def call(*values, **kwargs):
             with self._watched():
+                if feed_list is None:
+                    kwargs.update(zip(("options", "run_metadata"), values))
+                    values = ()
                 if self._run_options:
                     kwargs["options"] = self._run_options(self.graph, fetches, feed_list, kwargs.get("options"))
                 return made(*values, **kwargs)
@@ -92,7 +95,7 @@ class Hook(tf.train.SessionRunHook):
 
             def run_with_options(fetches, feed_dict=None, options=None, run_metadata=None):
                 return run(fetches, feed_dict, self._run_options(session.graph, fetches, feed_dict, options), run_metadata)
-            session.run = run_with_options  # of what hooks ask for a monitored session takes no experimental options
+            session.run = run_with_options  # a monitored session drops the experimental options that a hook asks for
         try:
             with self._watchdog.waiting("its start") as wait:
                 try:
