@@ -149,7 +149,10 @@ class Workers:
         return result
 
     def session(self, graph: Optional[Graph] = None, config: Optional[ConfigProto] = None) -> Session:
-        """Returns a `tf.Session` of this worker, whose runs are watched: they end, or the process does."""
+        """Returns a `tf.Session` of this worker, whose runs are watched: they end, or the process does.
+
+        Steps in which workers meet are to be run by one thread.
+        """
         return WatchedSession(self._watchdog, self.target, graph, self.session_config(config), self._run_options)
 
     def hook(self) -> SessionRunHook:
