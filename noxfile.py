@@ -15,10 +15,11 @@ LANES = {
 }
 # Towers and layers under resource variables, and TensorFlow 2's control flow where there is that; examples depend on neither.
 LIBRARY_TESTS = ["tests", "--ignore=tests/examples"]
+HELD = "not once and not sweep"
 # Under resource variables, with control flow 2, the lane between the oldest TensorFlow and the newest runs what follows variables
-# and control flow, and the laws; in the other behaviour what it runs not there, but for what it shares with both other lanes:
-# examples, processes, threads, warnings, and how batch norms by hand are found. The oldest, which has not that control flow,
-# leaves the longest of them to its run in the other behaviour.
+# and control flow, and the laws. In the other behaviour it runs `make test`'s cases of the rest, but for what it shares with both
+# other lanes: examples, processes, threads, warnings, and how batch norms by hand are found. The oldest, which has not that
+# control flow, leaves the longest of them to its run in the other behaviour.
 BETWEEN = "tf2-keras2"
 OF_RESOURCES = ("accumulation", "builder", "checkpoints", "conversion", "estimator", "estimator_transforms", "gradients",
                 "kernels", "loop", "masking", "renormalization", "sessions", "state", "update_ops", "variable_placement")
@@ -42,12 +43,13 @@ def files(names):
 
 
 def tests_of(lane):
-    """Returns what a lane runs in each behaviour of TensorFlow, a pair of lists: the first as it was in 1, then as in 2."""
+    """Returns pytest's arguments for a lane, a pair of lists: for the behaviour of TensorFlow 1, and for that of 2."""
     if lane == BETWEEN:
         ignored = files(OF_RESOURCES + LAWS + LEFT_TO_OTHERS + BY_HAND)
-        return LIBRARY_TESTS + ["--ignore=" + path for path in ignored], files(OF_RESOURCES + LAWS)
-    left_out = ["--ignore=" + path for path in files(BY_HAND)]
-    return ["tests"] + left_out, files(OF_RESOURCES) if lane == "tf1" else LIBRARY_TESTS + left_out
+        return (["-m", HELD + " and not laws"] + LIBRARY_TESTS + ["--ignore=" + path for path in ignored],
+                ["-m", HELD] + files(OF_RESOURCES + LAWS))
+    chosen = ["-m", HELD] + ["--ignore=" + path for path in files(BY_HAND)]
+    return chosen + ["tests"], ["-m", HELD] + files(OF_RESOURCES) if lane == "tf1" else chosen + LIBRARY_TESTS
 
 
 def first_installed(versions):
@@ -63,7 +65,7 @@ def test_lane(session, requirements, tests):
     """Installs the project and one TensorFlow, and runs the tests but those that are alike with each TensorFlow."""
     session.install(".[test]", *requirements)
     for behaviour, paths in zip(("v1", "graph"), tests):
-        session.run("python", "-m", "pytest", "-m", "not once and not sweep", *paths, *session.posargs,
+        session.run("python", "-m", "pytest", *paths, *session.posargs,
                     env={"TOWERS_TEST_BEHAVIOUR": behaviour})
 
 

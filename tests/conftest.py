@@ -38,7 +38,7 @@ tf.logging.set_verbosity(tf.logging.ERROR)
 # themselves, is tested once.
 _ONCE = ("benchmarks", "cluster", "control_flow_2", "conversion_forms", "errors_page", "inlined", "keras3", "launch",
          "mixed_losses", "number_powers", "one_client", "packages", "plain_scripts", "positions", "regrouping", "sharding_rules",
-         "site", "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
+         "site", "step_numbers", "summed_losses", "whole_batch_forms", "whole_checkpoints", "worker_failures")
 collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == "graph" else []
 
 # Folders and files whose tests take moments, so that `make test` runs so many cases of each; of other tests it runs one.
