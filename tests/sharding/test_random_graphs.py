@@ -45,7 +45,7 @@ def test_a_program_of_ops_is_exact_on_towers_or_refused(program, split, is_known
 
 
 # What is computed of each example, whatever else there is.
-COMPUTING = ("as_real", "compare", "convolution", "cross_entropy", "mapped", "one_hot", "truths", "unary", "where",
+COMPUTING = ("as_real", "compare", "convolution", "cross_entropy", "mapped", "one_hot", "unary", "where",
              "with_its_own_gradient", "written")
 SAYING = tuple(name for name in OPS if name != "number_of")  # of known sizes a number is not told from others
 
