@@ -234,9 +234,10 @@ def test_loops_in_one_model_are_the_whole_batchs():
     """Those of each control flow that together reach nearly all lines that all do: `make test` holds these, and one by itself."""
     for control_flow, names in (
             (contextlib.nullcontext, ["rows that a mask leaves", "pairs of numbers", "a sum in branches", "a list that is longer",
-                                      "standardized before", "a map of a row of all", "all up to it", "with the first one"]),
-            (control_flow_2, ["standardized before", "a growing list that some turns write to", "a column",
-                              "entries that the example wants", "within a branch", "a loop for each", "all but the last"])):
+                                      "standardized before", "a map of a row of all", "all up to it", "with the first one",
+                                      "a growing list that some turns write to"]),
+            (control_flow_2, ["standardized before", "a column", "entries that the example wants", "within a branch",
+                              "a loop for each", "all but the last"])):
         def model(x, names=names):
             found = []
             for number, name in enumerate(names):

@@ -15,11 +15,12 @@ except ImportError:  # before TensorFlow 2.11
     from tensorflow.python.eager import tape as record
 
 __all__ = ["branches_of", "called_graph", "captured", "choose_by", "chooses_by", "chosen_by", "condition_of",
-           "control_flow_now", "control_flow_of", "counting_scopes_from", "differentiate_op", "forward_op_of",
-           "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded", "new_function_graph", "not_recorded",
-           "outer_control_flow", "position_of", "put_in_flow", "record_for_tapes", "rewire", "run_after", "runs_onednn",
-           "scope_counts", "set_shape_attribute", "take_in", "take_into_flow", "taken_from_outside", "wait_only_for",
-           "waiting_for", "waits_for_branch_alone", "within_control_flow", "without_intermediates"]
+           "control_flow_now", "control_flow_of", "counting_scopes_from", "differentiate_op", "flows_around",
+           "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded",
+           "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow",
+           "record_for_tapes", "rewire", "run_after", "runs_onednn", "scope_counts", "set_shape_attribute",
+           "take_in", "take_into_flow", "taken_from_outside", "wait_only_for", "waiting_for",
+           "waits_for_branch_alone", "within_control_flow", "without_intermediates"]
 
 
 def control_flow_now(graph):
@@ -36,6 +37,15 @@ def control_flow_of(op):
     if flow is not None and flow.IsWhileContext() and any(result.op is op for result in flow.loop_exits):
         return flow.outer_context
     return flow
+
+
+def flows_around(op):
+    """Returns the tf.conds and tf.while_loops (of control flow v1) that an op stands in, the inner ones first, a list."""
+    found, flow = [], control_flow_of(op)
+    while flow is not None:
+        found.append(flow)
+        flow = outer_control_flow(flow)
+    return found
 
 
 def is_in_loop(op):

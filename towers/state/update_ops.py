@@ -16,7 +16,7 @@ from towers.context import check_graph
 from towers.graph.keras3 import CURE, made_by_keras3
 from towers.graph.op_types import BRANCHES, EXITS, MERGES, READS
 from towers.graph.ordering import read_after
-from towers.graph.private import control_flow_now, control_flow_of, outer_control_flow
+from towers.graph.private import control_flow_now, control_flow_of, flows_around
 from towers.graph.walk import ancestors, is_variable, op_of, written_variable, written_variables
 from towers.meeting.exchanges import stands_at_exchange
 from towers.replicas import TOWERS, Towers
@@ -132,18 +132,11 @@ def _check_control_flow(updates, made):
     for op in made:
         if op in reached and op.type not in _RESULTS:
             for source in [tensor.op for tensor in op.inputs] + op.control_inputs:
-                if not _stands_within(op, control_flow_of(source)):
+                if control_flow_of(source) not in flows_around(op) + [None]:
                     _refuse(source)
 
 
 _RESULTS = MERGES | EXITS
-
-
-def _stands_within(op, control_flow):
-    inner = control_flow_of(op)
-    while inner is not None and inner is not control_flow:
-        inner = outer_control_flow(inner)
-    return inner is control_flow
 
 
 def _refuse(op):

@@ -8,7 +8,7 @@ import zlib
 import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import BODIES, BRANCHES
-from towers.graph.private import control_flow_of, is_loop, outer_control_flow
+from towers.graph.private import flows_around, is_loop
 from towers.graph.walk import calls_of
 
 __all__ = ["Collectives", "instances_of", "kept"]
@@ -147,17 +147,10 @@ def instances_of(ops):
     def look(nodes):
         found.update(node.attr["instance_key"].i for node in nodes if node.op.startswith("Collective"))
 
-    sure = [op for op in ops if (op.type.startswith("Collective") or op.type in BODIES) and not _is_in_branch(op)]
+    sure = [op for op in ops if (op.type.startswith("Collective") or op.type in BODIES) and all(map(is_loop, flows_around(op)))]
     look([op.node_def for op in sure])
     calls_of(sure, look, but=BRANCHES)
     return found
-
-
-def _is_in_branch(op):
-    flow = control_flow_of(op)
-    while flow is not None and is_loop(flow):
-        flow = outer_control_flow(flow)
-    return flow is not None
 
 
 def kept(graph, attribute):

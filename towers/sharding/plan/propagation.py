@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import ENTERS, LOOPS_BACK, MERGES, SAME_NUMBERS
-from towers.graph.private import control_flow_of, is_loop, outer_control_flow, position_of
+from towers.graph.private import flows_around, is_loop, position_of
 from towers.graph.walk import end_of
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import AsPartial, Decision, Node, Numbered, OwnRows, Refused, Replicated
@@ -441,12 +441,7 @@ def _left_alone(op, decision, placements):
 
 def loop_of(op):
     """Returns the loop of control flow 1 that an op belongs to, the outermost one; None outside of loops."""
-    flow, found = control_flow_of(op), None
-    while flow is not None:
-        if is_loop(flow):
-            found = flow
-        flow = outer_control_flow(flow)
-    return found
+    return next(filter(is_loop, reversed(flows_around(op))), None)
 
 
 def meets_for(want, placement):

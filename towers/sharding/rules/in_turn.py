@@ -5,13 +5,13 @@ they add up is a sum's parts. What does not fit, the number of a turn in use as 
 whole batch's then.
 """
 from towers.graph.op_types import BODIES, ENTERS, EXITS, MERGES, VARIABLES
-from towers.graph.private import chosen_by, control_flow_of
+from towers.graph.private import chosen_by, control_flow_of, flows_around
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.sharding.bodies import is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn
-from towers.sharding.rules.turns import (IN_FRONT, READS, ends_loop, flows_around, handed_back, is_next, is_over_rows, is_turn,
+from towers.sharding.rules.turns import (IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn,
                                          is_within_turn, number_of_rows, numbers_all_rows, source_of)
 
 __all__ = ["check_state", "chosen_in_turn", "has_all_rows", "is_drawn_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number",

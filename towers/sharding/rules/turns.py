@@ -6,13 +6,13 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import LOOPS_BACK, MERGES
-from towers.graph.private import condition_of, control_flow_of, is_loop, outer_control_flow
+from towers.graph.private import condition_of, control_flow_of, flows_around, is_loop, outer_control_flow
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import BATCH, Additive, Listed, RowNumbers, Shard, Turn, size_of
 
-__all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "flows_around", "handed_back", "is_list_of_rows",
+__all__ = ["IN_FRONT", "READS", "are_numbers", "counters_of_body", "ends_loop", "handed_back", "is_list_of_rows",
            "is_next", "is_over_rows", "is_turn", "is_within_turn", "number_of_rows", "numbers_all_rows", "row_read", "source_of",
            "takes_its_row"]
 
@@ -193,12 +193,3 @@ def _is_counter(merge):
                      for kind in ("Enter", "NextIteration"))
     return len(enters) == len(nexts) == 1 and merge.outputs[0].shape.rank == 0 and _is_0(enters[0].inputs[0]) and is_next(
         nexts[0].inputs[0].op, merge.outputs[0])
-
-
-def flows_around(op):
-    """Returns the branches and loops of control flow 1 that an op stands in, the inner ones first, a list."""
-    found, flow = [], control_flow_of(op)
-    while flow is not None:
-        found.append(flow)
-        flow = outer_control_flow(flow)
-    return found
