@@ -15,7 +15,7 @@ from towers.graph.ordering import take_instead
 from towers.graph.walk import end_of
 from towers.sharding.nodes import Decision
 from towers.sharding.placements import Blocks, Partial, PartialMean, Replicate, Shard
-from towers.sharding.plan.propagation import loop_of
+from towers.sharding.plan.loops import loop_of
 from towers.sharding.rules.normalization import FUSED, channels_axis, is_batch_norm
 from towers.sharding.rules.table import RULES, Rule
 from towers.sharding.whole_batch import Kernels

@@ -147,13 +147,14 @@ class Node:
       op: the operation.
       type: str.
       inputs, outputs: lists of `Value`.
-      context: `towers.sharding.plan.propagation.Facts`, what is known of the tower.
+      context: `towers.sharding.plan.facts.Facts`, what is known of the tower.
+      through: a function of the arguments of `Facts.within` that returns the `Plan` of a body that the op calls.
     """
 
     is_over_rows = False  # of a loop of control flow 2, see `towers.sharding.rules.turns`
 
-    def __init__(self, op, placements, context):
-        self.op, self.type, self.context = op, op.type, context
+    def __init__(self, op, placements, context, through):
+        self.op, self.type, self.context, self.through = op, op.type, context, through
         self.inputs = [Value(tensor, placement, context.whole_dims(tensor), context.known(tensor))
                        for tensor, placement in zip(op.inputs, placements)]
         self._outputs = None

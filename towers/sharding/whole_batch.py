@@ -18,10 +18,11 @@ from towers.graph.walk import end_of
 from towers.meeting.turns import TowerMismatchError
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import Own
+from towers.sharding.plan.facts import Facts
 from towers.sharding.plan.given import Added, Given, without_size
 from towers.sharding.plan.gradient_functions import gradient_check
 from towers.sharding.plan.pairing import pair
-from towers.sharding.plan.propagation import Facts, propagate_with_turns
+from towers.sharding.plan.propagation import propagate_with_turns
 from towers.sharding.plan.twin import build_twin, layers_of, noting_variables
 from towers.sharding.report import described, drawn, log_meetings, warn_of_large_gathers
 from towers.sharding.rewrite.outputs import Outputs

@@ -8,7 +8,9 @@ from towers.graph.private import forward_op_of, rewire
 from towers.graph.walk import end_of
 from towers.sharding.nodes import Refused
 from towers.sharding.placements import Own, Partial, PartialMean, Replicate, Shard
-from towers.sharding.plan.propagation import Facts, meets_for, propagate
+from towers.sharding.plan.facts import Facts
+from towers.sharding.plan.loops import meets_for
+from towers.sharding.plan.propagation import propagate
 
 __all__ = ["gradient_check"]
 

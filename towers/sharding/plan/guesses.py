@@ -13,7 +13,7 @@ from towers.graph.walk import end_of
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import Decision
 from towers.sharding.placements import BATCH, Additive, OneRow, Size, size_of
-from towers.sharding.plan.propagation import Facts
+from towers.sharding.plan.facts import Facts
 from towers.sharding.plan.row_loops import JOINS, join_of, own_of_turns, parts_of
 from towers.sharding.rules.asked import ASKED_RULES, UNKNOWN_RULE
 from towers.sharding.rules.single_rows import takes_row_of

@@ -205,7 +205,7 @@ def _writes(body, bodies):
 
 def _through(node, body, values, is_whole, varying=(), is_turn=False):
     """Returns the `Inner` of a function that takes some of an op's inputs, a list of `Value`."""
-    plan = node.context.through(node.op, body, [value.placement for value in values], is_whole, is_turn)
+    plan = node.through(node.op, body, [value.placement for value in values], is_whole, is_turn)
     return Inner(body, plan, {}, frozenset(varying))
 
 

@@ -211,7 +211,7 @@ def refuse_other_states(plan, facts):
 
     Args:
       plan: `towers.sharding.plan.propagation.Plan`.
-      facts: `towers.sharding.plan.propagation.Facts`, of a tower whose loops over the examples stay its own.
+      facts: `towers.sharding.plan.facts.Facts`, of a tower whose loops over the examples stay its own.
     """
     loops = {control_flow_of(op) for op in plan.order if op.type in MERGES and is_over_rows(facts, op)}
     refuse_effects([op for op in plan.order if loops and not loops.isdisjoint(flows_around(op))], facts.bodies)

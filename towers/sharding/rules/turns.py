@@ -88,7 +88,7 @@ def counters_of_body(facts, node, test, turn):
     """Returns the inputs of a loop's bodies that count the turns of one over the tower's examples, a set of int.
 
     Args:
-      facts: `towers.sharding.plan.propagation.Facts`.
+      facts: `towers.sharding.plan.facts.Facts`.
       node: `Node` of the loop.
       test, turn: `towers.sharding.bodies.Body`, its condition and its body.
     """
