@@ -39,7 +39,7 @@ ORDER = {
         *wing("sharding.rules", RULES), "sharding.rules.asked", "sharding.rules.powers",
         *wing("sharding.plan",
               "own_gradients facts loops sums propagation gradient_functions row_loops guesses twin pairing given"),
-        *wing("sharding.rewrite", "conversions carrying rewriting writes outputs joining"),
+        *wing("sharding.rewrite", "blocks conversions carrying rewriting writes outputs joining"),
         *wing("sharding", "report own_examples whole_batch"),
         "replicas",
         *wing("state", "lookups likeness own_data equal_ops reads_and_writes own_effects initial_values asked_steps "

@@ -25,6 +25,7 @@ from towers.meeting.exchanges import exchange
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, ShapeOf
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Listed, OneRow, Own, Partial, PartialMean, Replicate,
                                         RowNumbers, RowSum, Shard, Size)
+from towers.sharding.rewrite.blocks import blocks_apart, blocks_together, some_rows
 
 __all__ = ["Conversions", "Meeting"]
 
@@ -249,7 +250,7 @@ class Conversions:
                           % (tensor.name, axis))
         static = value.shape.as_list()
         if outer > 1:
-            value = _blocks_apart(value, axis, outer)
+            value = blocks_apart(value, axis, outer)
             axis += 1
         order = [axis] + [i for i in range(value.shape.rank) if i != axis]
         value = tf.transpose(value, order) if axis else value
@@ -258,7 +259,7 @@ class Conversions:
         joined = tf.cast(joined, tf.bool) if is_bool else joined
         joined = tf.transpose(joined, np.argsort(order)) if axis else joined
         if outer > 1:
-            joined = _blocks_together(joined, axis - 1)
+            joined = blocks_together(joined, axis - 1)
         static[placement.axis] = self._whole_length(tensor, placement)
         joined.set_shape(static)
         return joined
@@ -281,7 +282,7 @@ class Conversions:
                 times = None
         own, _, first = self._rows_of(rows, times, like, outer)
         with self._where(value), may_differ():
-            return _rows(value, axis, outer, own, first)
+            return some_rows(value, axis, outer, own, first)
 
     def _numbered(self, value, placement):
         _, _, first = self._rows_of(placement.of.rows, placement.of.times, placement.count, 1)
@@ -419,46 +420,9 @@ def _end(like):
     return like if isinstance(like, Additive) else (end_of(like[0]), like[1])
 
 
-def _rows(value, axis, outer, own, first):
-    """Returns some rows of each block along an axis, from the first on."""
-    if outer > 1:
-        value = _blocks_apart(value, axis, outer)
-        axis += 1
-    if tf.dimension_value(value.shape[axis]) is None:
-        is_one = tf.equal(tf.shape(value)[axis], 1)  # broadcast
-        first, own = tf.where_v2(is_one, 0, first), tf.where_v2(is_one, 1, own)
-    begin, length = [0] * value.shape.rank, [-1] * value.shape.rank
-    begin[axis], length[axis] = first, own
-    part, static = tf.slice(value, _stacked(begin), _stacked(length)), value.shape.as_list()
-    static[axis] = own if isinstance(own, int) else None
-    part.set_shape(static)
-    return _blocks_together(part, axis - 1) if outer > 1 else part
-
-
 @contextlib.contextmanager
 def _nothing():
     yield
-
-
-def _stacked(numbers):
-    return tf.constant(numbers) if all(isinstance(number, int) for number in numbers) else tf.stack(numbers)
-
-
-def _blocks_apart(value, axis, outer):
-    """Takes an axis of `outer` blocks apart: [.., outer n, ..] to [.., outer, n, ..]."""
-    static, shape = value.shape.as_list(), tf.shape(value)
-    inner = None if static[axis] is None else static[axis] // outer
-    value = tf.reshape(value, tf.concat([shape[:axis], [outer, shape[axis] // outer], shape[axis + 1:]], 0))
-    value.set_shape(static[:axis] + [outer, inner] + static[axis + 1:])
-    return value
-
-
-def _blocks_together(value, axis):
-    static, shape = value.shape.as_list(), tf.shape(value)
-    value = tf.reshape(value, tf.concat([shape[:axis], [shape[axis] * shape[axis + 1]], shape[axis + 2:]], 0))
-    length = None if None in static[axis:axis + 2] else static[axis] * static[axis + 1]
-    value.set_shape(static[:axis] + [length] + static[axis + 2:])
-    return value
 
 
 def _totals_and_starts(per_tower):
