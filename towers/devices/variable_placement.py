@@ -93,7 +93,11 @@ class TowerDevices:
 
 
 def warn_of_other_devices(ops, tower):
-    """Warns, and tells whether it did, of ops of a `TowerContext` that its model function put on another tower's device."""
+    """Warns, and tells whether it did, of ops of a `TowerContext` that its model function put on another tower's device.
+
+    Whole numbers are let be: TensorFlow's own gradient of tf.reduce_prod computes shapes on the first CPU.
+    """
+    ops = [op for op in ops if any(output.dtype.is_floating or output.dtype.is_complex for output in op.outputs)]
     if not ops:
         return False
     warnings.warn(

@@ -24,7 +24,7 @@ from towers.sharding.plan.propagation import propagate
 from towers.sharding.plan.twin import layers_of
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.powers import Powers, others_than_means
-from towers.sharding.rules.slices import cut_to_size, takes_by_place
+from towers.sharding.rules.slices import cut_to_size, takes_by_place, takes_equal_parts
 
 __all__ = ["warn_of_own_examples"]
 
@@ -174,9 +174,10 @@ class _Question:
             return how % self._named(source)
         if not isinstance(placement, _ROWS) or self._is_length(op, k):
             return None
+        if self._is_divided and takes_equal_parts(op, placement.axis, self._placements):
+            return None
         if takes_by_place(op):
-            return None if self._is_divided else (
-                "picks some of the tower's own examples by their place (its input %r)" % self._named(source))
+            return "picks some of the tower's own examples by their place (its input %r)" % self._named(source)
         return "combines the tower's own examples (its input %r)" % self._named(source)
 
     def _add(self, op, scope, how):

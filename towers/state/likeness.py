@@ -14,6 +14,7 @@ from towers.batches.rows import is_sparse
 from towers.graph.functions import MADE_UP, Functions
 from towers.graph.op_types import ADDS, ENTERS, HANDS_ON, VARIABLES
 from towers.graph.private import taken_from_outside
+from towers.graph.static_values import comes_to
 from towers.graph.walk import end_of, tensors_of
 from towers.meeting.turns import TowerMismatchError, without_numbers
 from towers.state.lookups import looked_up
@@ -173,7 +174,7 @@ class _Comparison:
             self._stack.append(tuple(_first_input(end) if is_sum else end for end, is_sum in zip((a, b), are_sums)))
             return
         if not self._same_sizes and (
-                op.type == "Const" and _comes_to(other, op) or other.type == "Const" and _comes_to(op, other)):
+                op.type == "Const" and comes_to(other, op) or other.type == "Const" and comes_to(op, other)):
             return
         if op.type != other.type and not self._are_calls_alike(op, other):
             self._report(op, other, "%r is of type %s, and in tower %d %r of type %s"
@@ -294,18 +295,6 @@ def _is_left_out_of_one(op):
         return op.type == "AddN"
     axes = tf.get_static_value(op.inputs[1])
     return 0 in np.reshape(axes, -1) if axes is not None else op.inputs[1].op.type == "BroadcastGradientArgs"
-
-
-def _comes_to(op, constant):
-    """Tells whether an op that goes by unknown sizes may be the constant that TensorFlow makes where they are known."""
-    if op.type == "Fill" and op.outputs[0].dtype != tf.string:  # tf.zeros and tf.ones of up to a thousand entries
-        value, filling = tf.get_static_value(op.inputs[1]), {
-            value.tobytes() for value in tf.make_ndarray(constant.get_attr("value")).reshape([-1])}
-        return value is not None and filling == {np.asarray(value).tobytes()}
-    if op.type == "Shape":
-        value, known = constant.outputs[0], op.inputs[0].shape
-        return value.dtype.is_integer and value.shape.rank == 1 and known.rank in (None, tf.dimension_value(value.shape[0]))
-    return False
 
 
 def _added_up(op):

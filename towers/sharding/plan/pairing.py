@@ -1,8 +1,10 @@
 """A tower's ops held against those that the model function makes of the whole batch, in pairs, from the results backwards."""
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import BODIES
 from towers.graph.private import position_of
+from towers.graph.static_values import comes_to
 from towers.graph.walk import ancestors, op_of
 from towers.meeting.turns import without_numbers
 from towers.sharding.bodies import Bodies, is_stateful
@@ -71,7 +73,7 @@ class _Pairing:
         self._own, self._first, self._total = rows
         self._twin = Twin(self._total, self._first)
         self._layers = {op: (inputs, others) for (inputs, ops), (others, _) in zip(layers, whole_model.layers) for op in ops}
-        self._seen, self._stack, self._differences = {}, [], []
+        self._seen, self._stack, self._differences, self._of_unknown_size = {}, [], [], []
         self._bodies_of_whole = Bodies(are_shared=True)
 
     def push(self, a, b, turn=None):
@@ -111,6 +113,8 @@ class _Pairing:
                 self._add_same(a)
             elif a.type == "Identity" and b.type == a.inputs[0].op.type and b.type in BODIES:
                 self._add_handed_on(a, b)
+            elif "Const" in (a.type, b.type) and a.type != b.type and comes_to(*((b, a) if a.type == "Const" else (a, b))):
+                self._add_constant(a, b)
             elif a.type != b.type or len(a.inputs) != len(b.inputs) or b in self._whole.given:
                 turns = turns_added_up(b, self._total) if self._own == 1 and len(a.outputs) == 1 else None
                 if turns is not None:
@@ -121,6 +125,8 @@ class _Pairing:
                 self._add(a, b, turn)
         self._differences.extend((op, "taken by itself", "added to others") for op in self._twin.sums if any(
             self._twin.turns.get(consumer) is not None for consumer in op.outputs[0].consumers()))
+        self._differences.extend((a, "a %s" % a.type, "a Const") for a in self._of_unknown_size if any(
+            source.op in self._made and source.op not in self._seen and source.op.type != "Const" for source in a.inputs))
         if self._differences:
             op, of_tower, of_whole = min(self._differences, key=lambda each: position_of(each[0]))
             raise Refused("the model function makes other ops of a batch of another size: %r, %s, is %s for the "
@@ -131,6 +137,18 @@ class _Pairing:
         """Tells whether two numbers count the tower's examples and those of the whole batch."""
         return isinstance(mine, int) and bool(self._total) and other % self._total == 0 and (
             mine == other // self._total * self._own)
+
+    def _add_constant(self, a, b):
+        """What is of one value is a constant where its size is known and small, and an op elsewhere; so is a shape."""
+        dims = _dims(b.outputs[0])
+        is_known = a.type == "Const" and dims is not None and None not in dims
+        if a.type == "Const" and not is_known or is_known and b.type == "Shape":
+            self._differences.append((a, "a %s" % a.type, "a %s" % b.type))
+            return
+        if not is_known:  # and its size comes of what it takes
+            self._of_unknown_size.append(a)
+        self._twin.add(a, TwinOp(a.type, [dims], np.broadcast_to(
+            tf.get_static_value(a.outputs[0]).flat[0], dims) if is_known else None))
 
     def _add_only_turn(self, a, turns):
         """A tower's only turn stands for the sum of all turns, and is none to what else takes it."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from towers.graph.op_types import ENTERS, LOOPS_BACK, MERGES
 from towers.graph.private import position_of
+from towers.graph.static_values import computed, static_value
 from towers.graph.walk import end_of
 from towers.sharding.nodes import AsPartial, Decision, Node, OwnRows, Refused, Replicated
 from towers.sharding.placements import (BATCH, Blocks, InTurn, Listed, OneRow, Own, Partial, PartialMean, Replicate, RowNumbers,
@@ -225,12 +226,21 @@ class _Pass:
         rule = self._facts.rules.get(op.type)
         if all(type(placement) is Replicate for placement in placements) and not (rule and rule.always) and (
                 self._facts.join_of(op) is None):
-            return None
+            return _computed_of_known(op, placements)
         return decide(Node(op, placements, self._facts, self._through))
 
     def _through(self, op, body, *args):
         """Returns the `Plan` of a `Body` that an op calls; for the arguments see `Facts.within`."""
         return _Pass(_in_order(body.ops), self._facts.within(op, body, *args), set(), set(), {}, OwnGradients([])).run()
+
+
+def _computed_of_known(op, placements):
+    """Returns the `Decision` of an op that computes of what is known by sizes; None, as it is, where nothing is known so."""
+    if all(placement.value is None for placement in placements):
+        return None
+    value = computed(op, [static_value(source) if placement.value is None else placement.value
+                          for source, placement in zip(op.inputs, placements)])
+    return None if value is None else Decision([Replicate(value)] + [Replicate()] * (len(op.outputs) - 1))
 
 
 def _of_layer(op, x, placement):

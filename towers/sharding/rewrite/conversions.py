@@ -328,7 +328,8 @@ class Conversions:
         if known is not None:
             return tf.constant(known, tensor.dtype)
         elements = placement.array()
-        if not any(each is COMPUTED or isinstance(each, Additive) and each.times is None for each in elements.ravel()):
+        # A number that is no whole one was rounded: 0.7 * 6 a row, of five rows, is not 0.7 * 30.
+        if all(each is not COMPUTED and isinstance(getattr(each, "times", 0), int) for each in elements.ravel()):
             return self._of_elements(tensor, elements)
         if tensor.op.type in OF_SHAPES:
             sources = self._plan.inputs[tensor.op]

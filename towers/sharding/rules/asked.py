@@ -2,14 +2,23 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import tensorflow.compat.v1 as tf
+
+from towers.graph.op_types import BODIES, BRANCHES, ENTERS, SWITCHES
+from towers.graph.static_values import static_value
+from towers.sharding.nodes import OwnRows, Unfit
 from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard
 from towers.sharding.rules.gathers import where
+from towers.sharding.rules.movement import known_product
+from towers.sharding.rules.pointwise import along_rows
+from towers.sharding.rules.segments import SORTED
 from towers.sharding.rules.sizes import SAMPLERS
 from towers.sharding.rules.table import ANY, RULES, Rule
 
 __all__ = ["ASKED_RULES", "UNKNOWN_RULE"]
 
-_OF_CONDITIONS = frozenset(["Identity", "LogicalAnd", "LogicalNot", "LogicalOr", "LoopCond"])
+_OF_CONDITIONS = ENTERS.union("Identity LogicalAnd LogicalNot LogicalOr LoopCond".split())
+_OF_NUMBERS = ENTERS.union("Cast Identity".split())
 _BESIDE_ONE_HOT = frozenset(["Cast", "Identity", "Reshape"])
 
 
@@ -44,16 +53,116 @@ def _one_of_each(node):
 
 
 def _until_the_last(node):
-    """A loop that goes on until the last example is done does nothing to those that are."""
-    stack = list(node.op.outputs)
+    """A loop that goes on until the last example is done does nothing to those that are.
+
+    It asks whether all are done, or counts to the largest of their lengths, with which each example's own are compared too.
+    """
+    context, outputs = node.context, node.op.outputs
+    if node.type in ("Max", "Min"):
+        source = node.inputs[0].tensor
+        while source.op.type in _OF_NUMBERS and source.op.inputs:
+            source = source.op.inputs[0]
+        takers = [op for op, _ in _takers(context, outputs, _OF_NUMBERS | {"Maximum", "Minimum"})]
+        is_length = source.dtype.is_integer and not node.outputs[0].rank and all(map(_compares, takers)) and any(
+            _compares(op) and op.outputs[0].shape.rank != 0 for op, _ in _takers(context, [source], _OF_NUMBERS))
+        outputs = [op.outputs[0] for op in takers] if is_length else []
+    takers = list(_takers(context, outputs, _OF_CONDITIONS)) if outputs else [(node.op, None)]
+    if all(op.type in SWITCHES and k == 1 or op.type in BRANCHES and k == 0 for op, k in takers):
+        return node.decide(Replicate())
+    return RULES[node.type].function(node)
+
+
+def _takers(context, tensors, through):
+    """Yields what takes tensors, or what ops of some types make of them, in functions too: an op and the number of its input."""
+    stack, seen = list(tensors), set()
     while stack:
         tensor = stack.pop()
-        consumers = tensor.consumers()
-        is_condition = not consumers and hasattr(node.op.graph, "captures")
-        if not (is_condition or consumers) or any(each.type not in _OF_CONDITIONS for each in consumers):
-            return RULES[node.type].function(node)
-        stack.extend(output for each in consumers if each.type != "LoopCond" for output in each.outputs)
-    return node.decide(Replicate())
+        for op in tensor.consumers():
+            for k, source in enumerate(op.inputs):
+                if source is not tensor or (op, k) in seen:
+                    continue
+                seen.add((op, k))
+                bodies = context.bodies.of(op) if op.type in BODIES else []
+                first = len(op.inputs) - len(bodies[0].inputs) if bodies else 0
+                if op.type in through or op.type in SWITCHES and not k:
+                    stack.extend(op.outputs)
+                elif bodies and k >= first:
+                    stack.extend([body.inputs[k - first] for body in bodies] + list(op.outputs[k:k + 1] if "cond" in BODIES[
+                        op.type] else ()))
+                else:
+                    yield op, k
+
+
+def _compares(op):
+    return len(op.inputs) == 2 and op.outputs[0].dtype.base_dtype == tf.bool
+
+
+def _of_own_rows(node):
+    """What is added to numbers of rows numbers rows of the same example: `range(n) * length + place`."""
+    numbers = node.of(RowNumbers)
+    if len(numbers) != 1 or not node.outputs[0].dtype.is_integer or node.type == "Sub" and numbers[0] or not node.all(
+            RowNumbers, Shard, Replicate):
+        return RULES[node.type].function(node)
+    placement = node.inputs[numbers[0]].placement
+    wants, found = along_rows(node)
+    if placement.column is not None or any(isinstance(want, OwnRows) for want in wants.values()):
+        return RULES[node.type].function(node)
+    return node.decide(dataclasses.replace(placement, axis=found.axis, times=found.times))
+
+
+def _times_of_numbers(node):
+    """Numbers of rows times how many an example has, though nobody knows how many these are."""
+    k = next(iter(node.of(RowNumbers)), None)
+    if k is None or not node.outputs[0].dtype.is_integer:
+        return RULES[node.type].function(node)
+    numbers, factor = node.inputs[k].placement, node.inputs[1 - k]
+    if factor.tensor.op.type == "Fill" and static_value(factor.tensor.op.inputs[1]) == 1:  # as tf.meshgrid has it
+        found = along_rows(node)[1]
+        return node.decide(dataclasses.replace(numbers, axis=found.axis, times=found.times))
+    if not isinstance(factor.placement, Replicate) or factor.rank or factor.const() is not None:
+        return RULES[node.type].function(node)
+    return node.decide(dataclasses.replace(numbers, of=numbers.of._replace(times=None)))
+
+
+def _by_numbers(node):
+    """Rows taken by numbers of a tower's own, where it is not known how many an example has."""
+    rows, numbers = (value.placement for value in node.inputs[:2])
+    if isinstance(numbers, RowNumbers) and isinstance(rows, Shard) and numbers.of.rows == rows.rows and (
+            None in (numbers.of.times, rows.times)):
+        node.inputs[0].placement = dataclasses.replace(rows, times=rows.times or numbers.of.times or 1)
+        node.inputs[1].placement = dataclasses.replace(
+            numbers, of=numbers.of._replace(times=node.inputs[0].placement.times))
+    return RULES[node.type].function(node)
+
+
+def _segments(node):
+    """Rows added up by the numbers of their examples."""
+    rows, numbers = (value.placement for value in node.inputs[:2])
+    if type(rows) is Shard and isinstance(numbers, RowNumbers) and numbers.column is None and rows.axis == numbers.axis == 0:
+        return node.decide(Shard(0, numbers.of.rows, numbers.of.times))
+    return RULES[node.type].function(node)
+
+
+def _groups(node):
+    """Rows that are put together by threes, say: a tower whose number these don't divide can't run."""
+    rows, out, elements = node.inputs[0].placement, node.outputs[0], node.inputs[1].elements()
+    try:
+        return RULES["Reshape"].function(node)
+    except Unfit:
+        if type(rows) is not Shard or rows.axis or not rows.times or elements is None or not len(elements) or elements[0] != -1:
+            raise
+        (after, some_after), (behind, some_behind) = (known_product(dims[1:]) for dims in (node.inputs[0].whole, out.whole))
+        if some_after or some_behind or not after or behind % (rows.times * after):
+            raise
+    return node.decide(Shard(0, rows.rows, None))
+
+
+def _ctc(node):
+    """Each sequence's loss, [batch], and its gradient, [time, batch, classes]; labels are a SparseTensor's, row by row."""
+    rows, numbers = (value.placement for value in node.inputs[:2])
+    if type(rows) is Shard and rows.axis == 1 and isinstance(numbers, RowNumbers) and not numbers.column:
+        return node.decide([Shard(0, rows.rows, rows.times), rows])
+    return node.replicated()
 
 
 class _Beside(NamedTuple):
@@ -91,7 +200,12 @@ def _hits(node):
 
 ASKED_RULES = dict(RULES, Unique=Rule(_unique, frozenset([Shard])), UniqueV2=Rule(_unique, frozenset([Shard])),
                    ConcatV2=Rule(_put_beside, RULES["ConcatV2"].knows), Slice=Rule(_taken_from_beside, RULES["Slice"].knows),
-                   All=Rule(_until_the_last, RULES["All"].knows), Any=Rule(_until_the_last, RULES["Any"].knows),
+                   **{name: Rule(_until_the_last, RULES[name].knows) for name in ("All", "Any", "Max", "Min")},
+                   **dict.fromkeys(("CTCLoss", "CTCLossV2"), Rule(_ctc, frozenset([Shard, RowNumbers]))),
+                   Reshape=Rule(_groups, RULES["Reshape"].knows),
                    ComputeAccidentalHits=Rule(_hits, frozenset([Shard])),
-                   Where=Rule(_one_of_each, RULES["Where"].knows),
+                   Where=Rule(_one_of_each, RULES["Where"].knows), Mul=Rule(_times_of_numbers, RULES["Mul"].knows),
+                   **{name: Rule(_of_own_rows, RULES[name].knows) for name in ("Add", "AddV2", "Sub")},
+                   **{name: Rule(_by_numbers, RULES[name].knows) for name in ("Gather", "GatherV2")},
+                   **{name: Rule(_segments, RULES[name].knows | {RowNumbers}) for name in SORTED if name.startswith("Segment")},
                    **dict.fromkeys(SAMPLERS.split(), UNKNOWN_RULE))

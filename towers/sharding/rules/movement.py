@@ -89,13 +89,14 @@ def reshape(node):
 def _rows_of_any_rank(node):
     """The rows go on: TensorFlow knows no rank of the gradient of a broadcast before it is reshaped."""
     placement, elements = node.inputs[0].placement, node.inputs[1].elements()
-    if isinstance(placement, RowNumbers) or placement.times is None or elements is None or not len(elements):
+    if isinstance(placement, RowNumbers) or elements is None or not len(elements):
         raise Unfit()
     outer = getattr(placement, "outer", 1)
     axis = 0 if not placement.axis and outer == 1 else _axis_before_sum(node, placement.axis)
-    if elements[axis] != Additive(placement.times * outer, placement.rows):
+    times = getattr(elements[axis], "times", None)
+    if times is None or times % outer or elements[axis].rows != placement.rows or placement.times not in (None, times // outer):
         raise Unfit()
-    return node.decide(moved(placement, axis), _target(node, elements, axis))
+    return node.decide(dataclasses.replace(placement, axis=axis, times=times // outer), _target(node, elements, axis))
 
 
 def _axis_before_sum(node, axis):

@@ -1,4 +1,5 @@
 """Ops that compute each element by itself, their inputs aligned by broadcasting from the last axis on."""
+import dataclasses
 import operator
 
 import numpy as np
@@ -6,8 +7,8 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph.static_values import static_value
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, Unfit
-from towers.sharding.placements import (COMPUTED, Additive, Blocks, Listed, Partial, PartialMean, Replicate, RowNumbers, Shard,
-                                        Size, moved, size_of)
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, Partial, PartialMean, Replicate, RowNumbers,
+                                        Shard, Size, moved, size_of)
 from towers.sharding.rules.table import ANY, SUMS, rule
 
 __all__ = ["along_rows", "jointly_linear"]
@@ -216,7 +217,17 @@ def product(node):
         if node.type == "MulNoNan":
             kept = 0
         return with_whole(node, kept)
-    return pointwise(node)
+    return _multiplied_numbers(node) or pointwise(node)
+
+
+def _multiplied_numbers(node):
+    """Numbers of the batch's examples times a whole number: each example's first of so many rows. None for other products."""
+    k = next(iter(node.of(RowNumbers)), None)
+    of, factor = (None, None) if k is None else (node.inputs[k].placement, node.inputs[1 - k].const())
+    if factor is None or np.ndim(factor) or not node.outputs[0].dtype.is_integer or factor < 1 or (
+            of.column is not None or of.of.rows != BATCH or of.of.times is None):
+        return None
+    return node.decide(dataclasses.replace(of, of=Additive(of.of.times * int(factor), BATCH)))
 
 
 def with_whole(node, kept):
@@ -342,6 +353,14 @@ def _plus(a, b):
     return _by(operator.add)(a, b)
 
 
+def _minus(a, b):
+    if isinstance(a, Additive) and isinstance(b, Additive) and a.rows == b.rows and None not in (a.times, b.times):
+        return Additive(a.times - b.times, a.rows) if a.times > b.times else 0 if a.times == b.times else COMPUTED
+    if isinstance(a, Additive) and isinstance(b, (int, float)) and b == 0:
+        return a
+    return _by(operator.sub)(a, b)
+
+
 def _over(a, b):
     if isinstance(a, Additive) and isinstance(b, Additive) and None not in (a.times, b.times) and (
             a.rows == b.rows and a.times % b.times == 0):
@@ -369,6 +388,6 @@ def _is_same(a, b):
     return isinstance(a, Additive) and a == b and a.times is not None
 
 
-SIZES = {"Mul": _times, "Add": _plus, "AddV2": _plus, "Sub": _by(operator.sub), "FloorDiv": _over, "Maximum": _most,
+SIZES = {"Mul": _times, "Add": _plus, "AddV2": _plus, "Sub": _minus, "FloorDiv": _over, "Maximum": _most,
          "Minimum": _least,
          "FloorMod": _by(operator.mod), "Neg": lambda a: COMPUTED if _is_of_size(a) else None if a is None else -a}

@@ -22,14 +22,18 @@ def segment_sum(node):
         raise Unfit()
     taken = ids.placement
     wants = aligned(node, 0, taken, (ids.tensor, taken.axis))
-    element = number.elements()
-    numbers_rows = isinstance(taken, RowNumbers) and taken.column is None and element is not None
-    if numbers_rows and element[()] == taken.of and taken.of.times:
+    if _are_rows(taken, number):
         return node.decide(Shard(0, taken.of.rows, taken.of.times), wants)
     wants.update(node.wanted([2]))
     if isinstance(taken, RowNumbers):
         wants[1] = Numbered()
     return node.decide(Partial(), wants)
+
+
+def _are_rows(numbers, number):
+    """Tells whether numbers of segments number rows, as many as there are to be segments."""
+    element = number.elements() if isinstance(numbers, RowNumbers) and numbers.column is None else None
+    return element is not None and element[()] == numbers.of and bool(numbers.of.times)
 
 
 @rule("Bincount DenseBincount", (Shard,))
@@ -46,9 +50,12 @@ def histogram(node):
     return node.decide(Partial(), node.wanted([1, 2]))
 
 
-@rule("UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd", (Shard,))
+@rule("UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd", ROWS + (Size,))
 def segment_largest(node):
-    data, ids, _ = node.inputs
+    data, ids, number = node.inputs
+    if _are_rows(ids.placement, number):
+        return node.decide(Shard(0, ids.placement.of.rows, ids.placement.of.times), aligned(
+            node, 0, ids.placement, (ids.tensor, ids.placement.axis)))
     if not isinstance(ids.placement, Replicate) or not isinstance(data.placement, Shard) or data.placement.axis < ids.rank:
         raise Unfit()
     return node.decide(moved(data.placement, data.placement.axis - ids.rank + 1), node.wanted([2]))

@@ -80,18 +80,19 @@ def fill(node):
 
 @rule("Empty", (Size,), always=True)
 def empty(node):
-    raise Refused("%r leaves memory as it is" % node.op.name)
+    raise Refused("%r leaves memory as it is, for others to write into, which towers can't follow. Make it by tf.zeros, or take "
+                  "another op, as tf.nn.ctc_loss for tf.nn.ctc_loss_v2" % node.op.name)
 
 
 @rule("Range", (Size,))
 def range_(node):
     start, limit, delta = node.inputs
     element = limit.elements()
+    of, step = element[()] if isinstance(limit.placement, Size) else None, delta.const()
     # In an example's turn, where towers can't meet about their numbers, whoever counts means a row of all.
-    if isinstance(limit.placement, Size) and isinstance(element[()], Additive) and element[()].times and (
-            start.const() == 0 and delta.const() == 1 and not is_within_turn(node.context, node.op)):
-        of = element[()]
-        return node.decide(RowNumbers(0, of.rows, of.times, of, (limit.tensor, None)))
+    if isinstance(of, Additive) and of.times and step is not None and step > 0 and of.times % step == 0 and (
+            start.const() == 0 and not is_within_turn(node.context, node.op)):
+        return node.decide(RowNumbers(0, of.rows, of.times // int(step), of, (limit.tensor, None)))
     raise Unfit()
 
 

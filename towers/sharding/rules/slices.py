@@ -1,4 +1,7 @@
 """Rows that are taken by their place, and what is put back there: slices, and the gradient of slices."""
+import numpy as np
+import tensorflow.compat.v1 as tf
+
 from towers.graph.op_types import SAME_NUMBERS
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
@@ -9,7 +12,7 @@ from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
 from towers.sharding.rules.turns import takes_its_row
 
-__all__ = ["cut_to_size", "takes_by_place"]
+__all__ = ["cut_to_size", "takes_by_place", "takes_equal_parts"]
 
 ROWS = (Shard, Blocks, RowNumbers)
 
@@ -19,11 +22,14 @@ def index_of(node):
 
     A slice holds numbers and elements of `Size`, and "computed" where neither is known.
     """
-    masks = {name: node.attr(name + "_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
     count = node.inputs[1].whole[0]
     if count is None:
         raise Unfit()
-    begin, end, strides = (value.elements() for value in node.inputs[1:4])
+    return _index(node.op, count, *[value.elements() for value in node.inputs[1:4]])
+
+
+def _index(op, count, begin, end, strides):
+    masks = {name: op.get_attr(name + "_mask") for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
 
     def has(name, i):
         return masks[name] >> i & 1
@@ -48,6 +54,30 @@ def takes_by_place(op):
     """Tells whether an op takes parts of something by their place, which is known while the graph is built."""
     return op.type in ("Split", "SplitV", "Unpack") or op.type in ("Slice", "StridedSlice") and all(
         static_value(source) is not None for source in list(op.inputs)[1:3])
+
+
+def takes_equal_parts(op, axis, placements):
+    """Tells whether an op takes one of so many parts of an axis, of one size each: a half, every third, or by its own size."""
+    is_slice = op.type in ("Slice", "StridedSlice")
+    if is_slice and any(isinstance(placements.get(end_of(bound)), Size) for bound in list(op.inputs)[1:3]):
+        return True
+    if not is_slice or not takes_by_place(op):
+        sizes = static_value(op.inputs[1]) if op.type == "SplitV" else None
+        return takes_by_place(op) and (op.type != "SplitV" or sizes is not None and len(set(np.ravel(sizes))) == 1)
+    shape, (begin, end, *strides) = op.inputs[0].shape, [static_value(source).tolist() for source in list(op.inputs)[1:]]
+    if op.type == "Slice":
+        item = slice(begin[axis], None if end[axis] < 0 else begin[axis] + end[axis], 1)
+    else:
+        items = [item for item, _ in _items(_index(op, len(begin), begin, end, strides[0]), shape.rank) if item is not None]
+        item = items[axis]
+    if not isinstance(item, slice) or item.step < 0:
+        return False
+    rows, step = tf.dimension_value(shape[axis]), item.step
+    if rows is None:
+        return item.stop is None and 0 <= (item.start or 0) < step
+    taken = range(rows)[item]
+    count = len(taken)
+    return count > 0 and rows % count == 0 and (taken[0] < step == rows // count if step > 1 else taken[0] % count == 0)
 
 
 def cut_to_size(tensor, placements):

@@ -1,0 +1,159 @@
+"""How public code writes what is of each example: it passes in silence, and trains as one tower."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import SAID, build
+from tests.sweeps import covering
+from towers.testing import assert_equals_one_batch
+
+STEPS, WIDTH = 6, 4
+RNG = np.random.RandomState(0)
+BATCH = (RNG.randn(15, STEPS, WIDTH), RNG.randint(1, STEPS + 1, 15).astype(np.int32))
+
+
+def weights(*shape):
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        return tf.get_variable("w_%d" % len(shape), shape, tf.float64, tf.constant_initializer(np.cos(np.arange(np.prod(shape)))))
+
+
+def rows(x):
+    return tf.range(tf.shape(x)[0])
+
+
+def flat(h):
+    return tf.reshape(h, [-1, WIDTH])
+
+
+def numbers_of_examples(h):
+    """For each step of each example the example's number, [batch * steps]."""
+    return tf.reshape(tf.tile(rows(h)[:, None], [1, STEPS]), [-1])
+
+
+def largest_steps(h):
+    return tf.nn.top_k(h[:, :, 0], 3)[1]
+
+
+def recurrent(cell, part):
+    def of(h, lengths):
+        return tf.nn.dynamic_rnn(cell(3, dtype=h.dtype), h, sequence_length=lengths, dtype=h.dtype)[part]
+    return of
+
+
+def unrolled(h, lengths):
+    return tf.nn.static_rnn(tf.nn.rnn_cell.GRUCell(3, dtype=h.dtype), tf.unstack(h, axis=1), dtype=h.dtype,
+                            sequence_length=lengths)[0][-1]
+
+
+def by_grid(h, lengths):
+    at, step = tf.meshgrid(rows(h), tf.range(3), indexing="ij")
+    return tf.gather_nd(h, tf.stack([at, tf.minimum(step, lengths[:, None] - 1)], 2))
+
+
+def projected(h, lengths):
+    """Masses put into bins of each example's own, as in distributional reinforcement learning."""
+    bins = tf.reshape(lengths[:, None] + tf.range(STEPS) % 2 + (rows(h) * 9)[:, None], [-1])
+    masses = tf.reshape(tf.nn.softmax(h[:, :, 0]), [-1])
+    return tf.reshape(tf.math.unsorted_segment_sum(masses, bins, tf.shape(h)[0] * 9), [-1, 9])
+
+
+def connectionist(h, lengths):
+    labels = tf.cast(h[:, :2, 0] > 0, tf.int32) + 1
+    at = tf.where(labels > 0)
+    labels = tf.SparseTensor(at, tf.gather_nd(labels, at), tf.shape(labels, out_type=tf.int64))
+    return tf.nn.ctc_loss(labels, tf.cast(tf.transpose(h, [1, 0, 2]), tf.float32), 0 * lengths + STEPS)
+
+
+FORMS = {
+    "a recurrent network's outputs": recurrent(tf.nn.rnn_cell.LSTMCell, 0),
+    "a recurrent network's state": recurrent(tf.nn.rnn_cell.GRUCell, 1),
+    "an unrolled network": unrolled,
+    "the steps that a model reads out": lambda h, lengths: tf.gather(
+        flat(h), tf.reshape(lengths[:, None] - 1 + tf.reshape(rows(h) * STEPS, [-1, 1]), [-1])),
+    "the last step, by a range of steps": lambda h, lengths: tf.gather(
+        flat(h), tf.range(0, tf.shape(h)[0] * STEPS, STEPS) + lengths - 1),
+    "the last step, by tf.shape": lambda h, lengths: tf.gather(flat(h), rows(h) * tf.shape(h)[1] + (lengths - 1)),
+    "the value of an action": lambda h, lengths: tf.gather(tf.reshape(h[:, :, 0], [-1]), rows(h) * STEPS + lengths - 1),
+    "nearest neighbours": lambda h, _: tf.gather(flat(h), largest_steps(h) + tf.reshape(rows(h) * STEPS, [-1, 1])),
+    "tf.batch_gather": lambda h, _: tf.batch_gather(h, largest_steps(h)),
+    "a grid": by_grid,
+    "tf.math.segment_sum": lambda h, _: tf.math.segment_sum(flat(h), numbers_of_examples(h)),
+    "tf.math.segment_mean": lambda h, _: tf.math.segment_mean(flat(h), numbers_of_examples(h)),
+    "tf.math.unsorted_segment_max": lambda h, _: tf.math.unsorted_segment_max(flat(h), numbers_of_examples(h), tf.shape(h)[0]),
+    "bins": projected,
+    "triplets": lambda h, _: tf.nn.relu(tf.reduce_sum(tf.square(tf.reshape(h[:, 0], [-1, 3, WIDTH])), 1)),
+    "tf.nn.ctc_loss": connectionist}
+
+# Whose gradient by the input the model takes.
+SLOPES = {
+    "tf.transpose": lambda h: tf.transpose(h, [0, 2, 1]) ** 2,
+    "tf.tensordot": lambda h: tf.tensordot(h, tf.ones([WIDTH, 2], h.dtype), [[2], [0]]) ** 2,
+    "tf.einsum": lambda h: tf.einsum("bij,bik->bjk", h, h),
+    "tf.pad": lambda h: tf.pad(h, [[0, 0], [1, 1], [0, 0]]) ** 2,
+    "tf.slice": lambda h: tf.slice(h, [0, 1, 0], [-1, 2, -1]) ** 2,
+    "tf.reduce_sum": lambda h: tf.reduce_sum(h, [1, 2]) ** 2,
+    "tf.reduce_mean": lambda h: tf.reduce_mean(h, [1, 2]) ** 2}
+
+
+def form(name):
+    def model_fn(x, lengths):
+        if name in SLOPES:
+            slopes, = tf.gradients(SLOPES[name](tf.tanh(x * weights(STEPS, WIDTH))), x)
+            return tf.reduce_mean(tf.square(slopes))
+        return tf.reduce_mean(tf.square(FORMS[name](x * weights(WIDTH), lengths) - 0.1))
+    return model_fn
+
+
+def of_unknown_size(model_fn):
+    return lambda *batch: model_fn(*[tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:]) for x in batch])
+
+
+@pytest.fixture
+def silent():
+    """Makes our warnings errors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + SAID)
+        yield
+
+
+@pytest.mark.parametrize("name,size", covering(sorted(FORMS) + sorted(SLOPES), ["known", "unknown"], one_in=2))
+def test_what_is_of_each_example_passes_in_silence_and_trains_as_one_tower(name, size, silent):
+    assert_equals_one_batch(form(name) if size == "known" else of_unknown_size(form(name)), BATCH, 2, sizes=[9, 6], steps=2)
+
+
+MEETING = {
+    "turned by slices": lambda h: h * tf.concat([h[1:], h[:1]], 0),
+    "turned by tf.split": lambda h: h * tf.concat(tf.split(h, [1, -1])[::-1], 0),
+    "turned by tf.split, by its size": lambda h: h * tf.concat(tf.split(h, [1, tf.shape(h)[0] - 1])[::-1], 0),
+    "turned back": lambda h: h + h[::-1],
+    "less the first": lambda h: h - h[0],
+    "of some alone": lambda h: h[:4]}
+
+
+@pytest.mark.parametrize("name", sorted(MEETING))
+def test_examples_taken_by_their_place_are_said_of_a_batch_that_the_caller_divided_too(name):
+    def model_fn(x, _):
+        return tf.reduce_mean(tf.square(MEETING[name](x * weights(WIDTH)) - 0.1))
+
+    for of in (model_fn, of_unknown_size(model_fn)):
+        with tf.Graph().as_default(), pytest.warns(UserWarning, match=SAID):
+            build(of, towers.PerTower([tuple(tf.constant(x[part]) for x in BATCH) for part in (slice(0, 9), slice(9, 15))]), 2)
+
+
+PARTS = {
+    "halves": lambda h: h[:tf.shape(h)[0] // 2] - h[tf.shape(h)[0] // 2:],
+    "every second": lambda h: h[::2] - h[1::2],
+    "tf.split": lambda h: tf.subtract(*tf.split(h, 2))}
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_equal_parts_of_what_the_caller_divided_are_the_callers_choice(name, silent):
+    def model_fn(x, _):
+        return tf.reduce_mean(tf.square(PARTS[name](x * weights(WIDTH)) - 0.1))
+
+    for of in (model_fn, of_unknown_size(model_fn)):
+        with tf.Graph().as_default():
+            build(of, towers.PerTower([tuple(tf.constant(x[part]) for x in BATCH) for part in (slice(0, 8), slice(8, 14))]), 2)

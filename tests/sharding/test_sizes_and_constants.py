@@ -1,0 +1,117 @@
+"""What is computed of sizes, and what TensorFlow makes a constant where it knows them, is the whole batch's."""
+import warnings
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import towers
+from tests.support import build
+from towers.testing import assert_equals_one_batch
+
+RNG = np.random.RandomState(0)
+X = RNG.randn(5, 6, 3)
+
+
+def weights(*shape):
+    return tf.get_variable("w", shape, tf.float64, tf.constant_initializer(np.cos(np.arange(np.prod(shape)))))
+
+
+def of_unknown_size(x):
+    return tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("share", [0.7, 0.3])
+def test_a_share_of_the_numbers_that_there_are_is_rounded_as_one_tower_rounds_it(known, share):
+    """0.7 * 18 + 0.7 * 12 is less than 0.7 * 30, and 21 of the hardest pixels are not 20."""
+    def model_fn(x):
+        losses = tf.reshape(tf.square((x if known else of_unknown_size(x)) * weights(6, 3)), [-1])
+        count = tf.cast(tf.constant(share, tf.float64) * tf.cast(tf.shape(losses)[0], tf.float64), tf.int32)
+        return tf.reduce_mean(tf.nn.top_k(losses, count)[0])
+    assert_equals_one_batch(towers.whole_batch(model_fn), (np.concatenate([X] * 2),), 2, sizes=[6, 4], steps=2)
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [4, 1]])
+def test_zeros_that_are_a_constant_in_a_tower_alone(sizes):
+    """`tf.zeros` of more than a thousand numbers is an op."""
+    def model_fn(x, y):
+        logits = x * weights(300)
+        return tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(labels=y, logits=logits)) + tf.reduce_mean(
+            tf.square(tf.zeros([int(x.shape[0]), 300], x.dtype) + logits))
+    x = RNG.randn(5, 300)
+    for of in (model_fn, towers.whole_batch(model_fn)):
+        assert_equals_one_batch(of, (x, (x > 0) * 1.0), 2, sizes=sizes, steps=2)
+
+
+@pytest.mark.parametrize("sizes", [[3, 2], [4, 1], [2, 1, 2]])
+def test_shapes_that_tensorflow_knows_but_of_one_example(sizes):
+    """Of [1, 6] and an unknown size the sum may have any; of [2, 6] and an unknown one it has two rows."""
+    def model_fn(x):
+        x = x[:, :, 0]
+        y = x + of_unknown_size(x) * weights(6)
+        return tf.reduce_mean(tf.reduce_logsumexp(y, 1) + tf.reduce_sum(tf.square(y - tf.ones_like(y)), 1))
+    for of in (model_fn, towers.whole_batch(model_fn)):
+        assert_equals_one_batch(of, (X,), len(sizes), sizes=sizes, steps=2)
+
+
+def test_constants_of_other_values_are_refused():
+    def model_fn(x):
+        shape = [int(x.shape[0]), 300]
+        filled = tf.fill(shape, tf.constant(1.0, x.dtype)) if shape[0] > 4 else tf.zeros(shape, x.dtype)
+        return tf.reduce_mean(filled + x * weights(300))
+    with pytest.raises(ValueError, match="makes other ops of a batch of another size"):
+        build(towers.whole_batch(model_fn), towers.PerTower([(tf.constant(RNG.randn(size, 300)),) for size in (3, 2)]), 2)
+
+
+SLOPES = {
+    "tf.transpose": lambda h: tf.transpose(h, [0, 2, 1]) ** 2, "tf.slice": lambda h: tf.slice(h, [0, 1, 0], [-1, 2, -1]) ** 2,
+    "tf.pad": lambda h: tf.pad(h, [[0, 0], [1, 1], [0, 0]]) ** 2, "tf.reduce_sum": lambda h: tf.reduce_sum(h, [1, 2]) ** 2,
+    "tf.tensordot": lambda h: tf.tensordot(h, tf.ones([3, 2], h.dtype), [[2], [0]]) ** 2,
+    "tf.reduce_prod": lambda h: tf.reduce_prod(h, 1)}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", sorted(SLOPES))
+def test_towers_need_not_meet_about_the_gradient_of_each_example(name, known):
+    def model_fn(x):
+        x = x if known else of_unknown_size(x)
+        slopes, = tf.gradients(SLOPES[name](tf.tanh(x * weights(6, 3))), x)
+        return tf.reduce_mean(tf.square(slopes))
+    whole = towers.whole_batch(model_fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", towers.TowersWarning)
+        assert_equals_one_batch(whole, (X,), 2, sizes=[3, 2], steps=2)
+    assert name == "tf.reduce_prod" or not [meeting for meeting in whole.meetings if meeting.conversion == "gather"]
+
+
+def by_steps(h, lengths):
+    return tf.gather(tf.reshape(h, [-1, 3]), tf.range(tf.shape(h)[0]) * 6 + lengths)
+
+
+def by_a_range_of_steps(h, lengths):
+    return tf.gather(tf.reshape(h, [-1, 3]), lengths + tf.range(0, tf.shape(h)[0] * 6, 6))
+
+
+def first_steps(h, _):
+    return tf.gather(tf.reshape(h, [-1, 3]), tf.range(tf.shape(h)[0]) * 6)
+
+
+def largest_of_each(h, _):
+    numbers = tf.reshape(tf.tile(tf.range(tf.shape(h)[0])[:, None], [1, 6]), [-1])
+    return tf.math.unsorted_segment_max(tf.reshape(h, [-1, 3]), numbers, tf.shape(h)[0])
+
+
+def numbers_themselves(h, lengths):
+    return h[:, 0] * tf.cast(tf.range(tf.shape(h)[0])[:, None] * 5 + lengths[:, None], h.dtype)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("take", [by_steps, by_a_range_of_steps, first_steps, largest_of_each, numbers_themselves])
+def test_numbers_of_examples_times_their_steps_number_the_whole_batchs_rows(take, known):
+    def model_fn(x, lengths):
+        x, lengths = (x, lengths) if known else (of_unknown_size(x), of_unknown_size(lengths))
+        return tf.reduce_mean(tf.square(take(x * weights(3), lengths) - 0.1))
+    whole = towers.whole_batch(model_fn)
+    assert_equals_one_batch(whole, (X, np.array([5, 2, 0, 3, 1], np.int32)), 3, sizes=[2, 1, 2], steps=2)
+    assert take not in (first_steps, largest_of_each) or whole.meetings == []
