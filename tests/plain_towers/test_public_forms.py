@@ -143,6 +143,39 @@ def test_examples_taken_by_their_place_are_said_of_a_batch_that_the_caller_divid
             build(of, towers.PerTower([tuple(tf.constant(x[part]) for x in BATCH) for part in (slice(0, 9), slice(9, 15))]), 2)
 
 
+def all_pairs(h, _):
+    one, other = tf.meshgrid(rows(h), rows(h), indexing="ij")
+    return tf.gather(h, one) - tf.gather(h, other)
+
+
+def to_the_longest(h, lengths):
+    """A loop that goes on for all until the longest has ended, and a mask of lengths beside it."""
+    total = tf.while_loop(lambda k, _: k < tf.reduce_max(lengths), lambda k, total: (
+        k + 1, total + tf.reduce_mean(tf.square(h[:, k]))), (0, tf.zeros([], h.dtype)))[1]
+    return total + tf.cast(lengths > 3, h.dtype) * h[:, 0, 0]
+
+
+OTHERS = {
+    "pairs": all_pairs,
+    "a loop to the longest": to_the_longest,
+    "a branch by the longest": lambda h, lengths: tf.cond(
+        tf.reduce_max(lengths) > 5, lambda: 2 * h, lambda: h) * tf.cast(lengths > 3, h.dtype)[:, None, None],
+    "the next example's steps": lambda h, _: tf.gather(flat(h), (rows(h)[:-1] + 1) * STEPS),
+    "segments of chosen examples": lambda h, lengths: tf.math.segment_sum(
+        tf.boolean_mask(h, lengths > 3), tf.where(lengths > 3)[:, 0]),
+    "all but some, by their number": lambda h, _: h[:tf.shape(h)[0] - 3]}
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_what_is_of_other_examples_is_said(name):
+    def model_fn(x, lengths):
+        return tf.reduce_mean(tf.square(OTHERS[name](x * weights(WIDTH), lengths) - 0.1))
+
+    for of in (model_fn, of_unknown_size(model_fn)):
+        with tf.Graph().as_default(), pytest.warns(UserWarning, match=SAID):
+            build(of, towers.PerTower([tuple(tf.constant(x[part]) for x in BATCH) for part in (slice(0, 9), slice(9, 15))]), 2)
+
+
 PARTS = {
     "halves": lambda h: h[:tf.shape(h)[0] // 2] - h[tf.shape(h)[0] // 2:],
     "every second": lambda h: h[::2] - h[1::2],

@@ -115,3 +115,66 @@ def test_numbers_of_examples_times_their_steps_number_the_whole_batchs_rows(take
     whole = towers.whole_batch(model_fn)
     assert_equals_one_batch(whole, (X, np.array([5, 2, 0, 3, 1], np.int32)), 3, sizes=[2, 1, 2], steps=2)
     assert take not in (first_steps, largest_of_each) or whole.meetings == []
+
+
+def chosen_size(h, _):
+    """Of two sizes that are known, the one that a branch has."""
+    count = tf.cond(tf.reduce_sum(h) > 1e9, lambda: tf.shape(h)[1] - 2, lambda: tf.shape(h)[1] - 1)
+    return tf.reduce_sum(tf.square(h)) / tf.cast(tf.shape(h)[0] * count, h.dtype)
+
+
+def counted_down(h, _):
+    """A counter that begins at a size that is known."""
+    def turn(step, total):
+        return step - 1, total + tf.reduce_sum(tf.square(h[:, step])) / tf.cast(tf.shape(h)[0] * (step + 1), h.dtype)
+    return tf.while_loop(lambda step, _: step >= 0, turn, (tf.shape(h)[1] - 1, tf.zeros([], h.dtype)))[1]
+
+
+def half_in_a_branch(h, _):
+    half = tf.cast(tf.shape(h)[0], h.dtype) * 0.5
+    return tf.cond(tf.reduce_sum(h) > 1e9, lambda: tf.reduce_mean(h), lambda: tf.reduce_sum(tf.square(h)) / half)
+
+
+def last_of_a_stepped_range(h, _):
+    return tf.reduce_mean(h) * tf.cast(tf.reduce_max(tf.range(0, tf.shape(h)[0] * 6, 6)), h.dtype)
+
+
+def shifted_segments(h, _):
+    """Numbers below 0 are of no segment: the first example's, and no other's."""
+    numbers = tf.range(tf.shape(h)[0]) - 1
+    return tf.reduce_mean(tf.tanh(tf.math.unsorted_segment_max(h[:, 0], numbers, tf.shape(h)[0]))) + tf.reduce_mean(
+        tf.sin(tf.math.unsorted_segment_sum(h[:, 1], numbers, tf.shape(h)[0])))
+
+
+def padded_to_one(h, _):
+    """A row of zeros where there is no example, as no whole batch has it."""
+    count = tf.shape(h)[0]
+    return tf.exp(tf.reduce_mean(tf.square(tf.pad(h, [[0, tf.maximum(count, 1) - count], [0, 0], [0, 0]]) - 1)))
+
+
+def kept_product(h, _):
+    """Rows of all the rest, by a product whose axis is kept."""
+    return tf.reduce_mean(tf.square(tf.reshape(h, tf.concat([[-1], tf.reduce_prod(tf.shape(h)[1:], keepdims=True)], 0)) - 0.1))
+
+
+def by_halves_of_a_row(h, _):
+    return tf.reduce_mean(h) * tf.reduce_sum(tf.range(0.0, tf.cast(tf.shape(h)[0], tf.float64), 0.5))
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("compute", [chosen_size, counted_down, half_in_a_branch, last_of_a_stepped_range, shifted_segments,
+                                     padded_to_one, kept_product, by_halves_of_a_row])
+def test_what_is_known_of_sizes_is_what_one_tower_knows(compute, known):
+    def model_fn(x):
+        return compute((x if known else of_unknown_size(x)) * weights(3), None)
+    sizes = [3, 0, 2] if compute is padded_to_one and not known else [3, 2]
+    assert_equals_one_batch(towers.whole_batch(model_fn), (X,), len(sizes), sizes=sizes, steps=2)
+
+
+def test_another_constant_is_no_shape():
+    def model_fn(x):
+        y = x[:, :, 0] + of_unknown_size(x)[:, :, 0] * weights(6)
+        shape = tf.constant([7, 6]) if int(x.shape[0]) > 1 else tf.shape(y)
+        return tf.reduce_mean(y) * tf.cast(tf.reduce_sum(shape), y.dtype)
+    with pytest.raises(ValueError, match="makes other ops of a batch of another size"):
+        build(towers.whole_batch(model_fn), towers.PerTower([(tf.constant(X[part]),) for part in (slice(0, 1), slice(1, 5))]), 2)

@@ -12,10 +12,10 @@ from tf_syncbn.kernels.layer import Layer
 from tf_syncbn.kernels.moments import bessel, packed, parts, split
 from tf_syncbn.whole_batch import Normalization, moments_over_towers, normalize_over_towers
 from towers.graph.ordering import take_instead
+from towers.graph.private import loop_of
 from towers.graph.walk import end_of
 from towers.sharding.nodes import Decision
 from towers.sharding.placements import Blocks, Partial, PartialMean, Replicate, Shard
-from towers.sharding.plan.loops import loop_of
 from towers.sharding.rules.normalization import FUSED, channels_axis, is_batch_norm
 from towers.sharding.rules.table import RULES, Rule
 from towers.sharding.whole_batch import Kernels

@@ -97,7 +97,7 @@ def warn_of_other_devices(ops, tower):
 
     Whole numbers are let be: TensorFlow's own gradient of tf.reduce_prod computes shapes on the first CPU.
     """
-    ops = [op for op in ops if any(output.dtype.is_floating or output.dtype.is_complex for output in op.outputs)]
+    ops = [op for op in ops if not op.outputs or not all(output.dtype.is_integer for output in op.outputs)]
     if not ops:
         return False
     warnings.warn(

@@ -16,7 +16,7 @@ except ImportError:  # before TensorFlow 2.11
 
 __all__ = ["branches_of", "called_graph", "captured", "choose_by", "chooses_by", "chosen_by", "condition_of",
            "control_flow_now", "control_flow_of", "counting_scopes_from", "differentiate_op", "flows_around",
-           "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded",
+           "forward_op_of", "is_deterministic", "is_differentiable", "is_in_loop", "is_recorded", "loop_of",
            "new_function_graph", "not_recorded", "outer_control_flow", "position_of", "put_in_flow",
            "record_for_tapes", "rewire", "run_after", "runs_onednn", "scope_counts", "set_shape_attribute",
            "take_in", "take_into_flow", "taken_from_outside", "wait_only_for", "waiting_for",
@@ -46,6 +46,11 @@ def flows_around(op):
         found.append(flow)
         flow = outer_control_flow(flow)
     return found
+
+
+def loop_of(op):
+    """Returns the loop of control flow 1 that an op belongs to, the outermost one; None outside of loops."""
+    return next(filter(is_loop, reversed(flows_around(op))), None)
 
 
 def is_in_loop(op):

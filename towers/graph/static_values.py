@@ -2,13 +2,14 @@
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["comes_to", "computed", "static_value"]
+__all__ = ["comes_to", "computed", "filling_of", "static_value"]
 
 _COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray,
              "ConcatV2": lambda *values: np.concatenate(values[:-1], values[-1]), "FloorDiv": np.floor_divide, "FloorMod": np.mod,
              "GreaterEqual": np.greater_equal, "InvertPermutation": np.argsort, "Less": np.less,
              "ListDiff": lambda x, y: [each for each in x if each not in y], "Maximum": np.maximum, "Minimum": np.minimum,
-             "Mul": np.multiply, "Neg": np.negative, "Prod": lambda x, axes: np.prod(x, tuple(np.ravel(axes)), x.dtype),
+             "Mul": np.multiply, "Neg": np.negative,
+             "Prod": lambda x, axes, are_kept: np.prod(x, tuple(np.ravel(axes)), x.dtype, keepdims=are_kept),
              "Range": np.arange, "Reshape": np.reshape, "Sub": np.subtract}
 _TAKES = ("Gather", "GatherV2", "Slice", "StridedSlice")
 _MOST_STEPS = 9
@@ -33,6 +34,7 @@ def computed(op, values):
         return None
     if op.type == "Pack":
         return np.stack(values, op.get_attr("axis"))
+    values = values + [op.get_attr("keep_dims")] if op.type == "Prod" else values
     return np.asarray(_COMPUTES[op.type](*values), op.outputs[0].dtype.as_numpy_dtype)
 
 
@@ -69,10 +71,16 @@ def _slice(op, bounds):
 def comes_to(op, constant):
     """Tells whether an op that goes by unknown sizes may be the constant that TensorFlow makes where they are known."""
     if (op.type == "Fill" or op.type.endswith("sLike")) and op.outputs[0].dtype != tf.string:  # up to a thousand entries
-        value = tf.get_static_value(op.inputs[1]) if op.type == "Fill" else int(op.type == "OnesLike")
-        filling = {each.tobytes() for each in tf.make_ndarray(constant.get_attr("value")).reshape([-1])}
-        return value is not None and filling == {np.asarray(value, op.outputs[0].dtype.as_numpy_dtype).tobytes()}
+        value = filling_of(op)
+        return value is not None and {value.tobytes()}.issuperset(
+            each.tobytes() for each in tf.make_ndarray(constant.get_attr("value")).reshape([-1]))
     if op.type == "Shape":
         value, known = constant.outputs[0], op.inputs[0].shape
         return value.dtype.is_integer and value.shape.rank == 1 and known.rank in (None, tf.dimension_value(value.shape[0]))
     return False
+
+
+def filling_of(op):
+    """Returns the one value that tf.zeros, tf.ones or the like fills a tensor with, a scalar; None where it is not known."""
+    value = tf.get_static_value(op.inputs[1]) if op.type == "Fill" else int(op.type == "OnesLike")
+    return None if value is None else np.asarray(value, op.outputs[0].dtype.as_numpy_dtype)

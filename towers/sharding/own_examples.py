@@ -155,6 +155,8 @@ class _Question:
             return "adds a mean over as many examples as the tower's own data decide (its input %r)" % self._named(source)
         if isinstance(want, Numbered):
             return None if self._is_divided else "numbers the tower's own examples (its input %r)" % self._named(source)
+        if isinstance(want, OwnRows) and isinstance(placement, _ROWS):
+            return "combines the tower's own examples (its input %r)" % self._named(source)
         if isinstance(want, OwnRows) and cut_to_size(source, self._placements):
             return "takes the first of what is no part of the batch for what belongs to its examples (its input %r)" % (
                 self._named(source))

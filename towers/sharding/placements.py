@@ -34,6 +34,11 @@ class Replicate(Placement):
     """
     value: Any = dataclasses.field(default=None, compare=False)
 
+    def is_known_as(self, other):
+        """Tells whether as much is known of a value as another `Replicate` knows of its own."""
+        are_known = [placement.value is not None for placement in (self, other)]
+        return np.array_equal(self.value, other.value) if all(are_known) else not any(are_known)
+
     def __str__(self):
         return "replicated"
 
@@ -81,6 +86,7 @@ class RowNumbers(Placement):
       of: `Additive`, the rows that are numbered.
       count: (tensor, axis) whose size is how many these are; (tensor, None) is that number itself.
       column: int, the only entry of the last axis that numbers rows; None where all entries do.
+      offset: int, what was added to all of them, so that they are an example's first row no more; None where that is not known.
     """
     axis: int
     rows: Rows
@@ -88,6 +94,13 @@ class RowNumbers(Placement):
     of: "Additive"
     count: Any = dataclasses.field(compare=False)
     column: Optional[int] = None
+    offset: Optional[int] = 0
+
+    @property
+    def spacing(self):
+        """int, how many rows lie from one number to the next, as far as there are so many for each; 0 where that is not known."""
+        is_known = self.rows == self.of.rows and self.times and self.of.times and self.of.times % self.times == 0
+        return self.of.times // self.times if is_known else 0
 
     def __str__(self):
         return "numbers of rows, sharded along axis %d" % self.axis
@@ -122,9 +135,11 @@ class Additive(NamedTuple):
     Attributes:
       times: int, how many for each of `rows`; None where that is not known.
       rows: `Rows`.
+      is_raised: whether a tower that has none says 1, as by `tf.maximum(n, 1)`; the whole batch has some.
     """
     times: Optional[int]
     rows: Rows
+    is_raised: bool = False
 
 
 class _Computed:

@@ -1,16 +1,11 @@
 """Loops of control flow 1 in a plan: in which of them towers would meet, and what they are given at their beginning."""
 from towers.graph.op_types import ENTERS, LOOPS_BACK, MERGES
-from towers.graph.private import flows_around, is_loop
+from towers.graph.private import loop_of
 from towers.graph.walk import end_of
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Replicated
 from towers.sharding.placements import Listed, Partial, PartialMean, Replicate, Size
 
-__all__ = ["loop_of", "meeting_loops", "meets_for", "wanted_at_entry", "writers_of"]
-
-
-def loop_of(op):
-    """Returns the loop of control flow 1 that an op belongs to, the outermost one; None outside of loops."""
-    return next(filter(is_loop, reversed(flows_around(op))), None)
+__all__ = ["meeting_loops", "meets_for", "wanted_at_entry", "writers_of"]
 
 
 def meets_for(want, placement):

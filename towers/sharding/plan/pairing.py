@@ -4,7 +4,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import BODIES
 from towers.graph.private import position_of
-from towers.graph.static_values import comes_to
+from towers.graph.static_values import comes_to, filling_of
 from towers.graph.walk import ancestors, op_of
 from towers.meeting.turns import without_numbers
 from towers.sharding.bodies import Bodies, is_stateful
@@ -125,8 +125,8 @@ class _Pairing:
                 self._add(a, b, turn)
         self._differences.extend((op, "taken by itself", "added to others") for op in self._twin.sums if any(
             self._twin.turns.get(consumer) is not None for consumer in op.outputs[0].consumers()))
-        self._differences.extend((a, "a %s" % a.type, "a Const") for a in self._of_unknown_size if any(
-            source.op in self._made and source.op not in self._seen and source.op.type != "Const" for source in a.inputs))
+        self._differences.extend((a, "a %s" % a.type, "a Const") for a, b in self._of_unknown_size
+                                 if not self._is_of_its_shape(a, b))
         if self._differences:
             op, of_tower, of_whole = min(self._differences, key=lambda each: position_of(each[0]))
             raise Refused("the model function makes other ops of a batch of another size: %r, %s, is %s for the "
@@ -141,14 +141,20 @@ class _Pairing:
     def _add_constant(self, a, b):
         """What is of one value is a constant where its size is known and small, and an op elsewhere; so is a shape."""
         dims = _dims(b.outputs[0])
-        is_known = a.type == "Const" and dims is not None and None not in dims
-        if a.type == "Const" and not is_known or is_known and b.type == "Shape":
+        is_known = a.type == "Const" and b.type != "Shape" and dims is not None and None not in dims
+        if not is_known and (a.type == "Const" or a.type == "Fill"):
             self._differences.append((a, "a %s" % a.type, "a %s" % b.type))
             return
         if not is_known:  # and its size comes of what it takes
-            self._of_unknown_size.append(a)
-        self._twin.add(a, TwinOp(a.type, [dims], np.broadcast_to(
-            tf.get_static_value(a.outputs[0]).flat[0], dims) if is_known else None))
+            self._of_unknown_size.append((a, b))
+        self._twin.add(a, TwinOp(a.type, [dims], np.broadcast_to(filling_of(b), dims) if is_known else None))
+
+    def _is_of_its_shape(self, a, b):
+        """Tells whether a constant of the whole batch's is the shape of what an op takes, or has it."""
+        source = a.inputs[0]
+        dims = self._twin.dims(source) if source.op in self._made else _dims(source)
+        found = tf.get_static_value(b.outputs[0]).tolist() if a.type == "Shape" else _dims(b.outputs[0])
+        return dims is not None and dims == found
 
     def _add_only_turn(self, a, turns):
         """A tower's only turn stands for the sum of all turns, and is none to what else takes it."""

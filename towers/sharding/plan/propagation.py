@@ -9,13 +9,13 @@ import heapq
 from typing import NamedTuple
 
 from towers.graph.op_types import ENTERS, LOOPS_BACK, MERGES
-from towers.graph.private import position_of
+from towers.graph.private import loop_of, position_of
 from towers.graph.static_values import computed, static_value
 from towers.graph.walk import end_of
 from towers.sharding.nodes import AsPartial, Decision, Node, OwnRows, Refused, Replicated
 from towers.sharding.placements import (BATCH, Blocks, InTurn, Listed, OneRow, Own, Partial, PartialMean, Replicate, RowNumbers,
                                         RowSum, Shard, Size)
-from towers.sharding.plan.loops import loop_of, meeting_loops, wanted_at_entry, writers_of
+from towers.sharding.plan.loops import meeting_loops, wanted_at_entry, writers_of
 from towers.sharding.plan.own_gradients import OwnGradients
 from towers.sharding.plan.sums import met_at_source
 from towers.sharding.rules.in_turn import refuse_other_states
@@ -190,7 +190,8 @@ class _Pass:
                 placement = Partial()
             if (op, number) in self._at_source and isinstance(placement, (Partial, PartialMean)):
                 self._parts[op, number], placement = placement, Replicate()
-            changed = changed or self._placements.get((op, number)) != placement
+            before = self._placements.get((op, number))
+            changed = changed or before != placement or isinstance(placement, Replicate) and not placement.is_known_as(before)
             self._placements[op, number] = placement
         return changed
 
@@ -226,21 +227,22 @@ class _Pass:
         rule = self._facts.rules.get(op.type)
         if all(type(placement) is Replicate for placement in placements) and not (rule and rule.always) and (
                 self._facts.join_of(op) is None):
-            return _computed_of_known(op, placements)
+            return self._computed_of_known(op, placements)
         return decide(Node(op, placements, self._facts, self._through))
+
+    def _computed_of_known(self, op, placements):
+        """Returns the `Decision` of an op that computes of what is known by sizes; None, as it is, where nothing is known so."""
+        def known(source, placement):
+            found = self._facts.known(source) if placement.value is None else placement.value
+            return static_value(source) if found is None and not self._facts.differs(source.op) else found
+        if all(placement.value is None for placement in placements):
+            return None
+        value = computed(op, list(map(known, op.inputs, placements)))
+        return None if value is None else Decision([Replicate(value)] + [Replicate()] * (len(op.outputs) - 1))
 
     def _through(self, op, body, *args):
         """Returns the `Plan` of a `Body` that an op calls; for the arguments see `Facts.within`."""
         return _Pass(_in_order(body.ops), self._facts.within(op, body, *args), set(), set(), {}, OwnGradients([])).run()
-
-
-def _computed_of_known(op, placements):
-    """Returns the `Decision` of an op that computes of what is known by sizes; None, as it is, where nothing is known so."""
-    if all(placement.value is None for placement in placements):
-        return None
-    value = computed(op, [static_value(source) if placement.value is None else placement.value
-                          for source, placement in zip(op.inputs, placements)])
-    return None if value is None else Decision([Replicate(value)] + [Replicate()] * (len(op.outputs) - 1))
 
 
 def _of_layer(op, x, placement):

@@ -2,10 +2,10 @@
 import numpy as np
 
 from towers.graph.op_types import SAME_NUMBERS
+from towers.graph.private import loop_of
 from towers.graph.walk import end_of
 from towers.sharding.nodes import Replicated
 from towers.sharding.placements import Partial, PartialMean
-from towers.sharding.plan.loops import loop_of
 from towers.sharding.rules.pointwise import LINEAR
 
 __all__ = ["met_at_source"]

@@ -207,7 +207,7 @@ class Conversions:
         if isinstance(placement, PartialMean):
             return self.summed(self._as_partial(self._now(tensor), placement), tensor)
         if isinstance(placement, RowNumbers) and tensor.op.type == "Range":  # from 0 on
-            return tf.range(self.converted(tensor.op.inputs[1], Replicated()))
+            return tf.range(0, self.converted(tensor.op.inputs[1], Replicated()), self._now(tensor.op.inputs[2]))
         if isinstance(placement, RowNumbers):
             rows = Shard(placement.axis, placement.rows, placement.times)
             return self._gathered(self.converted(tensor, Numbered()), rows, tensor)
@@ -328,8 +328,7 @@ class Conversions:
         if known is not None:
             return tf.constant(known, tensor.dtype)
         elements = placement.array()
-        # A number that is no whole one was rounded: 0.7 * 6 a row, of five rows, is not 0.7 * 30.
-        if all(each is not COMPUTED and isinstance(getattr(each, "times", 0), int) for each in elements.ravel()):
+        if not any(each is COMPUTED or isinstance(each, Additive) and each.times is None for each in elements.ravel()):
             return self._of_elements(tensor, elements)
         if tensor.op.type in OF_SHAPES:
             sources = self._plan.inputs[tensor.op]

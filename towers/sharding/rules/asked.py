@@ -2,11 +2,13 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import BODIES, BRANCHES, ENTERS, SWITCHES
+from towers.graph.private import loop_of
 from towers.graph.static_values import static_value
-from towers.sharding.nodes import OwnRows, Unfit
+from towers.sharding.nodes import Numbered, Unfit
 from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard
 from towers.sharding.rules.gathers import where
 from towers.sharding.rules.movement import known_product
@@ -55,42 +57,59 @@ def _one_of_each(node):
 def _until_the_last(node):
     """A loop that goes on until the last example is done does nothing to those that are.
 
-    It asks whether all are done, or counts to the largest of their lengths, with which each example's own are compared too.
+    It asks whether all are done, or counts to the largest of their lengths, and compares each one's with the same number.
     """
     context, outputs = node.context, node.op.outputs
     if node.type in ("Max", "Min"):
         source = node.inputs[0].tensor
         while source.op.type in _OF_NUMBERS and source.op.inputs:
             source = source.op.inputs[0]
-        takers = [op for op, _ in _takers(context, outputs, _OF_NUMBERS | {"Maximum", "Minimum"})]
-        is_length = source.dtype.is_integer and not node.outputs[0].rank and all(map(_compares, takers)) and any(
-            _compares(op) and op.outputs[0].shape.rank != 0 for op, _ in _takers(context, [source], _OF_NUMBERS))
-        outputs = [op.outputs[0] for op in takers] if is_length else []
-    takers = list(_takers(context, outputs, _OF_CONDITIONS)) if outputs else [(node.op, None)]
-    if all(op.type in SWITCHES and k == 1 or op.type in BRANCHES and k == 0 for op, k in takers):
+        takers = list(_takers(context, outputs, _OF_NUMBERS | {"Maximum", "Minimum"}))
+        of_each = {_counter(*taker) for taker in _takers(context, [source], _OF_NUMBERS) if taker[0].outputs and (
+            taker[0].outputs[0].shape.rank != 0) and _compares(taker[0])}
+        is_length = source.dtype.is_integer and not node.outputs[0].rank and all(
+            _compares(taker[0]) and _counter(*taker) in of_each for taker in takers)
+        outputs = [op.outputs[0] for op, _, _ in takers] if is_length else []
+    takers = list(_takers(context, outputs, _OF_CONDITIONS)) if outputs else [(node.op, None, None)]
+    if all(op.type in SWITCHES and k == 1 or op.type in BRANCHES and k == 0 for op, k, _ in takers):
         return node.decide(Replicate())
     return RULES[node.type].function(node)
 
 
+def _counter(op, k, loop):
+    """Returns what an op compares its input k with: the loop that counts, or a number that is known."""
+    loop = loop_of(op) or loop
+    return ("known", str(static_value(op.inputs[1 - k]))) if loop is None else loop
+
+
 def _takers(context, tensors, through):
-    """Yields what takes tensors, or what ops of some types make of them, in functions too: an op and the number of its input."""
-    stack, seen = list(tensors), set()
+    """Yields what takes tensors, or what ops of some types make of them, in functions too.
+
+    Args:
+      context: `Facts`.
+      tensors: list of tensors.
+      through: types of ops.
+
+    Yields:
+      An op, the number of its input, and the loop of control flow 2 that it stands in, an op; None outside of such.
+    """
+    stack, seen = [(tensor, None) for tensor in tensors], set()
     while stack:
-        tensor = stack.pop()
+        tensor, loop = stack.pop()
         for op in tensor.consumers():
             for k, source in enumerate(op.inputs):
                 if source is not tensor or (op, k) in seen:
                     continue
                 seen.add((op, k))
                 bodies = context.bodies.of(op) if op.type in BODIES else []
-                first = len(op.inputs) - len(bodies[0].inputs) if bodies else 0
+                first, is_loop = len(op.inputs) - len(bodies[0].inputs) if bodies else 0, "cond" in BODIES.get(op.type, ())
                 if op.type in through or op.type in SWITCHES and not k:
-                    stack.extend(op.outputs)
+                    stack.extend((output, loop) for output in op.outputs)
                 elif bodies and k >= first:
-                    stack.extend([body.inputs[k - first] for body in bodies] + list(op.outputs[k:k + 1] if "cond" in BODIES[
-                        op.type] else ()))
+                    stack.extend((body.inputs[k - first], op if is_loop and loop is None else loop) for body in bodies)
+                    stack.extend((output, loop) for output in (op.outputs[k:k + 1] if is_loop else ()))
                 else:
-                    yield op, k
+                    yield op, k, loop
 
 
 def _compares(op):
@@ -103,11 +122,16 @@ def _of_own_rows(node):
     if len(numbers) != 1 or not node.outputs[0].dtype.is_integer or node.type == "Sub" and numbers[0] or not node.all(
             RowNumbers, Shard, Replicate):
         return RULES[node.type].function(node)
-    placement = node.inputs[numbers[0]].placement
-    wants, found = along_rows(node)
-    if placement.column is not None or any(isinstance(want, OwnRows) for want in wants.values()):
+    placement, other = node.inputs[numbers[0]].placement, node.inputs[1 - numbers[0]]
+    (wants, found), added = along_rows(node), other.const()
+    if added is not None and placement.offset is not None:
+        added = placement.offset + (-added if node.type == "Sub" else added)
+        is_own = not placement.of.times or np.min(added) >= 0 and np.max(added) < placement.spacing
+    else:
+        is_own = isinstance(other.placement, Shard) or placement.offset is None or not placement.of.times
+    if placement.column is not None or wants != {numbers[0]: Numbered()} or not is_own:
         return RULES[node.type].function(node)
-    return node.decide(dataclasses.replace(placement, axis=found.axis, times=found.times))
+    return node.decide(dataclasses.replace(placement, axis=found.axis, times=found.times, offset=None))
 
 
 def _times_of_numbers(node):
@@ -117,8 +141,9 @@ def _times_of_numbers(node):
         return RULES[node.type].function(node)
     numbers, factor = node.inputs[k].placement, node.inputs[1 - k]
     if factor.tensor.op.type == "Fill" and static_value(factor.tensor.op.inputs[1]) == 1:  # as tf.meshgrid has it
-        found = along_rows(node)[1]
-        return node.decide(dataclasses.replace(numbers, axis=found.axis, times=found.times))
+        wants, found = along_rows(node)
+        return node.decide(dataclasses.replace(numbers, axis=found.axis, times=found.times)) if wants.get(
+            k) == Numbered() else RULES[node.type].function(node)
     if not isinstance(factor.placement, Replicate) or factor.rank or factor.const() is not None:
         return RULES[node.type].function(node)
     return node.decide(dataclasses.replace(numbers, of=numbers.of._replace(times=None)))
@@ -138,7 +163,8 @@ def _by_numbers(node):
 def _segments(node):
     """Rows added up by the numbers of their examples."""
     rows, numbers = (value.placement for value in node.inputs[:2])
-    if type(rows) is Shard and isinstance(numbers, RowNumbers) and numbers.column is None and rows.axis == numbers.axis == 0:
+    if type(rows) is Shard and isinstance(numbers, RowNumbers) and numbers.column is None and rows.axis == numbers.axis == 0 and (
+            numbers.rows == numbers.of.rows):
         return node.decide(Shard(0, numbers.of.rows, numbers.of.times))
     return RULES[node.type].function(node)
 
@@ -152,7 +178,8 @@ def _groups(node):
         if type(rows) is not Shard or rows.axis or not rows.times or elements is None or not len(elements) or elements[0] != -1:
             raise
         (after, some_after), (behind, some_behind) = (known_product(dims[1:]) for dims in (node.inputs[0].whole, out.whole))
-        if some_after or some_behind or not after or behind % (rows.times * after):
+        if some_after or some_behind or not after or behind % (rows.times * after) or (
+                behind // (rows.times * after) == node.context.num_rows):  # one group of all
             raise
     return node.decide(Shard(0, rows.rows, None))
 

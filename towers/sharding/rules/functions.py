@@ -353,7 +353,9 @@ def _decide_loop(node, wants, is_whole):
     node.context.counters.update(end_of(test.inputs[k]) for k in numbers)
     entries = [_named(value, "%s:%d" % (node.op.name, k)) if numbers and k in varying else value
                for k, value in enumerate(node.inputs)]
-    state = [_Placed(Turn()) if k in numbers else value for k, value in enumerate(entries)]
+    # What a state is known to be at first it is not in later turns.
+    state = [_Placed(Turn()) if k in numbers else _Placed(Replicate()) if k in varying and isinstance(
+        value.placement, Replicate) else value for k, value in enumerate(entries)]
     for _ in range(_MOST_TURNS):
         inner = _through(node, turn, state, is_whole, varying, bool(numbers))
         entry, placements = dict(wants), [value.placement for value in entries]

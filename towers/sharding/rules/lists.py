@@ -24,6 +24,8 @@ def joined(node, numbers):
       numbers: list of int, the inputs whose placements are known yet.
     """
     found = [node.inputs[k].placement for k in numbers]
+    if all(isinstance(placement, Replicate) for placement in found):
+        return {}, found[0] if all(placement.is_known_as(found[0]) for placement in found) else Replicate()
     if all(placement == found[0] for placement in found):
         return {}, found[0]
     if all(isinstance(placement, Listed) for placement in found):

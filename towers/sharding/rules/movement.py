@@ -228,8 +228,7 @@ def _columns(node, axis, columns):
     if len(numbers) != 1 or axis != node.outputs[0].rank - 1 or not are_rows or len({each.axis for each in found}) != 1:
         return None
     placement = found[numbers[0]]
-    return None if placement.column is not None else RowNumbers(
-        placement.axis, placement.rows, placement.times, placement.of, placement.count, numbers[0])
+    return None if placement.column is not None else dataclasses.replace(placement, column=numbers[0])
 
 
 def _joined(node, numbers, axis, of_arrays):
@@ -270,7 +269,7 @@ def unpack(node):
     if isinstance(placement, RowNumbers) and placement.column is not None:
         if axis != node.inputs[0].rank - 1:
             raise Unfit()
-        plain = RowNumbers(placement.axis, placement.rows, placement.times, placement.of, placement.count)
+        plain = dataclasses.replace(placement, column=None)
         return node.decide([plain if k == placement.column else Shard(placement.axis, placement.rows, placement.times)
                             for k in range(len(node.outputs))])
     if axis == placement.axis:

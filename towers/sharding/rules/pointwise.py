@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 from towers.graph.static_values import static_value
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, Unfit
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, Partial, PartialMean, Replicate, RowNumbers,
-                                        Shard, Size, moved, size_of)
+                                        Shard, Size, size_of)
 from towers.sharding.rules.table import ANY, SUMS, rule
 
 __all__ = ["along_rows", "jointly_linear"]
@@ -163,11 +163,8 @@ def add(node):
         rank = node.inputs[0].rank
         wants, placement = along_rows(node, rank, {0: 0, 1: (1 if rank < 4 else rank - 3) if is_first else rank - 1})
         return node.decide(placement, wants)
-    if node.type in ("Add", "AddV2", "Sub") and _is_shift(node):
-        k, = node.of(RowNumbers)
-        placement = node.inputs[k].placement
-        return node.decide(moved(placement, placement.axis + node.outputs[0].rank - node.inputs[k].rank))
-    return pointwise(node)
+    shifted = _shifted(node) if node.type in ("Add", "AddV2", "Sub") else None
+    return pointwise(node) if shifted is None else node.decide(shifted)
 
 
 def _lists_added(node):
@@ -179,13 +176,19 @@ def _lists_added(node):
     return node.decide(Listed(elements.pop() if elements else None))
 
 
-def _is_shift(node):
-    """Tells whether a number is added to numbers of rows, which number rows still."""
+def _shifted(node):
+    """Returns the placement of numbers of rows to which a number is added, and which number rows of the same examples still."""
     numbers = node.of(RowNumbers)
-    if len(numbers) != 1 or node.type == "Sub" and numbers[0] == 1 or node.inputs[numbers[0]].placement.column is not None:
-        return False
-    other = node.inputs[1 - numbers[0]]
-    return isinstance(other.placement, Replicate) and other.rank == 0
+    if len(numbers) != 1 or node.type == "Sub" and numbers[0] == 1:
+        return None
+    value, other = node.inputs[numbers[0]], node.inputs[1 - numbers[0]]
+    placement, added = value.placement, other.const()
+    if placement.column is not None or placement.offset is None or added is None or np.ndim(added) or added.dtype.kind != "i":
+        return None
+    offset = placement.offset + int(-added if node.type == "Sub" else added)
+    if added and not 0 <= offset < placement.spacing:
+        return None
+    return dataclasses.replace(placement, axis=placement.axis + node.outputs[0].rank - value.rank, offset=offset)
 
 
 @rule(QUOTIENTS, (Shard, Blocks, RowNumbers, Size) + SUMS)
@@ -227,7 +230,8 @@ def _multiplied_numbers(node):
     if factor is None or np.ndim(factor) or not node.outputs[0].dtype.is_integer or factor < 1 or (
             of.column is not None or of.of.rows != BATCH or of.of.times is None):
         return None
-    return node.decide(dataclasses.replace(of, of=Additive(of.of.times * int(factor), BATCH)))
+    return node.decide(dataclasses.replace(of, of=Additive(of.of.times * int(factor), BATCH), offset=(
+        None if of.offset is None else of.offset * int(factor))))
 
 
 def with_whole(node, kept):
@@ -339,12 +343,18 @@ def _times(a, b):
         if isinstance(other, Additive) and not _is_of_size(number):
             if number == 0:
                 return 0
-            return Additive(None if number is None or other.times is None else number * other.times, other.rows)
+            is_known = number is not None and other.times is not None and _is_exact(number)
+            return other._replace(times=number * other.times if is_known else None)
     return _by(operator.mul)(a, b)
 
 
+def _is_exact(number):
+    """Tells whether sizes are multiplied by a number without rounding: 0.7 * 6 a row, of five rows, is not 0.7 * 30."""
+    return isinstance(number, int) or isinstance(number, float) and (number * 1024).is_integer()
+
+
 def _plus(a, b):
-    if isinstance(a, Additive) and isinstance(b, Additive) and a.rows == b.rows:
+    if isinstance(a, Additive) and isinstance(b, Additive) and a.rows == b.rows and not (a.is_raised or b.is_raised):
         return Additive(None if None in (a.times, b.times) else a.times + b.times, a.rows)
     if isinstance(a, Additive) and isinstance(b, (int, float)) and b == 0:
         return a
@@ -354,8 +364,8 @@ def _plus(a, b):
 
 
 def _minus(a, b):
-    if isinstance(a, Additive) and isinstance(b, Additive) and a.rows == b.rows and None not in (a.times, b.times):
-        return Additive(a.times - b.times, a.rows) if a.times > b.times else 0 if a.times == b.times else COMPUTED
+    if isinstance(a, Additive) and isinstance(b, Additive) and a[1:] == b[1:] and None not in (a.times, b.times):
+        return 0 if a.times == b.times else COMPUTED if a.times < b.times or a.is_raised else Additive(a.times - b.times, a.rows)
     if isinstance(a, Additive) and isinstance(b, (int, float)) and b == 0:
         return a
     return _by(operator.sub)(a, b)
@@ -369,14 +379,14 @@ def _over(a, b):
         if b == 1:
             return a
         if a.times is not None and a.times % b == 0:
-            return Additive(a.times // b, a.rows)
+            return a._replace(times=a.times // b)
     return COMPUTED if _is_of_size(a) or _is_of_size(b) else _by(operator.floordiv)(a, b) if b else None
 
 
 def _most(a, b):
     for number, other in ((a, b), (b, a)):
         if isinstance(other, Additive) and other.times and isinstance(number, int) and number <= 1:
-            return other  # the whole batch has examples
+            return other._replace(is_raised=other.is_raised or number == 1)  # the whole batch has examples
     return a if _is_same(a, b) else _by(max)(a, b)
 
 

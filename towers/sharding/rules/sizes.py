@@ -90,8 +90,9 @@ def range_(node):
     element = limit.elements()
     of, step = element[()] if isinstance(limit.placement, Size) else None, delta.const()
     # In an example's turn, where towers can't meet about their numbers, whoever counts means a row of all.
-    if isinstance(of, Additive) and of.times and step is not None and step > 0 and of.times % step == 0 and (
-            start.const() == 0 and not is_within_turn(node.context, node.op)):
+    is_step = step is not None and step.dtype.kind == "i" and step > 0
+    if isinstance(of, Additive) and of.times and is_step and of.times % step == 0 and start.const() == 0 and (
+            not of.is_raised and not is_within_turn(node.context, node.op)):
         return node.decide(RowNumbers(0, of.rows, of.times // int(step), of, (limit.tensor, None)))
     raise Unfit()
 

@@ -1,4 +1,6 @@
 """Rows that are taken by their place, and what is put back there: slices, and the gradient of slices."""
+import dataclasses
+
 import numpy as np
 import tensorflow.compat.v1 as tf
 
@@ -58,9 +60,11 @@ def takes_by_place(op):
 
 def takes_equal_parts(op, axis, placements):
     """Tells whether an op takes one of so many parts of an axis, of one size each: a half, every third, or by its own size."""
-    is_slice = op.type in ("Slice", "StridedSlice")
-    if is_slice and any(isinstance(placements.get(end_of(bound)), Size) for bound in list(op.inputs)[1:3]):
-        return True
+    is_slice, bounds = op.type in ("Slice", "StridedSlice"), list(op.inputs)[1:3]
+    if op.inputs[0].shape.rank is None:
+        return False
+    if is_slice and any(isinstance(placements.get(end_of(bound)), Size) for bound in bounds):
+        return all(_is_part_of_size(bound, placements) for bound in bounds)
     if not is_slice or not takes_by_place(op):
         sizes = static_value(op.inputs[1]) if op.type == "SplitV" else None
         return takes_by_place(op) and (op.type != "SplitV" or sizes is not None and len(set(np.ravel(sizes))) == 1)
@@ -78,6 +82,17 @@ def takes_equal_parts(op, axis, placements):
     taken = range(rows)[item]
     count = len(taken)
     return count > 0 and rows % count == 0 and (taken[0] < step == rows // count if step > 1 else taken[0] % count == 0)
+
+
+def _is_part_of_size(tensor, placements):
+    """Tells whether a bound is a number of rows or a quotient of it, or has such and constants in it."""
+    while tensor.op.type in SAME_NUMBERS:
+        tensor = tensor.op.inputs[0]
+    placement = placements.get(end_of(tensor))
+    if tensor.op.type == "Pack":
+        return all(_is_part_of_size(source, placements) for source in tensor.op.inputs)
+    return not isinstance(placement, Size) or tensor.op.type == "FloorDiv" or all(
+        isinstance(element, (Additive, int, type(None))) for element in placement.elements)
 
 
 def cut_to_size(tensor, placements):
@@ -148,7 +163,7 @@ def _column_taken(node, placement, item):
     if isinstance(item, slice) or not isinstance(item, int) or placement.axis != 0 or node.inputs[0].rank != 2:
         raise Unfit()
     if item % (node.inputs[0].whole[1] or item + 1) == placement.column:
-        return node.decide(RowNumbers(0, placement.rows, placement.times, placement.of, placement.count))
+        return node.decide(dataclasses.replace(placement, axis=0, column=None))
     return node.decide(Shard(0, placement.rows, placement.times))
 
 
