@@ -68,15 +68,19 @@ def takes_equal_parts(op, axis, placements):
     if not is_slice or not takes_by_place(op):
         sizes = static_value(op.inputs[1]) if op.type == "SplitV" else None
         return takes_by_place(op) and (op.type != "SplitV" or sizes is not None and len(set(np.ravel(sizes))) == 1)
-    shape, (begin, end, *strides) = op.inputs[0].shape, [static_value(source).tolist() for source in list(op.inputs)[1:]]
+    shape, values = op.inputs[0].shape, [static_value(source) for source in list(op.inputs)[1:]]
+    if any(value is None for value in values):
+        return False
+    begin, end, *strides = (value.tolist() for value in values)
     if op.type == "Slice":
         item = slice(begin[axis], None if end[axis] < 0 else begin[axis] + end[axis], 1)
     else:
         items = [item for item, _ in _items(_index(op, len(begin), begin, end, strides[0]), shape.rank) if item is not None]
         item = items[axis]
+    rows = tf.dimension_value(shape[axis])
     if not isinstance(item, slice) or item.step < 0:
-        return False
-    rows, step = tf.dimension_value(shape[axis]), item.step
+        return rows == 1
+    step = item.step
     if rows is None:
         return item.stop is None and 0 <= (item.start or 0) < step
     taken = range(rows)[item]
