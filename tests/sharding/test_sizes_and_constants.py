@@ -6,6 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
+from tests.plain_towers import test_public_forms as forms
 from tests.support import build
 from towers.testing import assert_equals_one_batch
 
@@ -64,11 +65,7 @@ def test_constants_of_other_values_are_refused():
         build(towers.whole_batch(model_fn), towers.PerTower([(tf.constant(RNG.randn(size, 300)),) for size in (3, 2)]), 2)
 
 
-SLOPES = {
-    "tf.transpose": lambda h: tf.transpose(h, [0, 2, 1]) ** 2, "tf.slice": lambda h: tf.slice(h, [0, 1, 0], [-1, 2, -1]) ** 2,
-    "tf.pad": lambda h: tf.pad(h, [[0, 0], [1, 1], [0, 0]]) ** 2, "tf.reduce_sum": lambda h: tf.reduce_sum(h, [1, 2]) ** 2,
-    "tf.tensordot": lambda h: tf.tensordot(h, tf.ones([3, 2], h.dtype), [[2], [0]]) ** 2,
-    "tf.reduce_prod": lambda h: tf.reduce_prod(h, 1)}
+SLOPES = dict(forms.SLOPES, **{"tf.reduce_prod": lambda h: tf.reduce_prod(h, 1)})
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -76,12 +73,12 @@ SLOPES = {
 def test_towers_need_not_meet_about_the_gradient_of_each_example(name, known):
     def model_fn(x):
         x = x if known else of_unknown_size(x)
-        slopes, = tf.gradients(SLOPES[name](tf.tanh(x * weights(6, 3))), x)
+        slopes, = tf.gradients(SLOPES[name](tf.tanh(x * weights(6, 4))), x)
         return tf.reduce_mean(tf.square(slopes))
     whole = towers.whole_batch(model_fn)
     with warnings.catch_warnings():
         warnings.simplefilter("error", towers.TowersWarning)
-        assert_equals_one_batch(whole, (X,), 2, sizes=[3, 2], steps=2)
+        assert_equals_one_batch(whole, (forms.BATCH[0][:5],), 2, sizes=[3, 2], steps=2)
     assert name == "tf.reduce_prod" or not [meeting for meeting in whole.meetings if meeting.conversion == "gather"]
 
 

@@ -70,7 +70,8 @@ def _slice(op, bounds):
 
 def comes_to(op, constant):
     """Tells whether an op that goes by unknown sizes may be the constant that TensorFlow makes where they are known."""
-    if (op.type == "Fill" or op.type.endswith("sLike")) and op.outputs[0].dtype != tf.string:  # up to a thousand entries
+    # tf.zeros and tf.ones of up to a thousand entries are constants, and so are such of the shape of something else.
+    if (op.type == "Fill" or op.type.endswith("sLike")) and op.outputs[0].dtype != tf.string:
         value = filling_of(op)
         return value is not None and {value.tobytes()}.issuperset(
             each.tobytes() for each in tf.make_ndarray(constant.get_attr("value")).reshape([-1]))

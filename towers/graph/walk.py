@@ -6,8 +6,8 @@ from towers.graph.op_types import (BRANCHES, CALLS, ENTERS, EXITS, IDENTITIES, L
                                    VARIABLES)
 from towers.graph.private import taken_from_outside, waiting_for
 
-__all__ = ["ancestors", "calls_of", "computes_the_same", "descendants", "end_of", "in_circles", "is_ref", "is_variable", "op_of",
-           "reads_of", "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
+__all__ = ["ancestors", "calls_of", "compares", "computes_the_same", "descendants", "end_of", "in_circles", "is_ref",
+           "is_variable", "op_of", "reads_of", "tensors_of", "variable_of", "writes_of", "written_variable", "written_variables"]
 
 _PASSED_ON = ENTERS | SWITCHES | IDENTITIES  # by a variable on its way in
 # The first neither read a variable's value nor write one, the second write none.
@@ -241,3 +241,8 @@ class _Library:
 def _function_names(node):
     return [function.name for attribute in node.attr.values()
             for function in [attribute.func] + list(attribute.list.func) if function.name]
+
+
+def compares(op):
+    """Tells whether an op compares two tensors."""
+    return len(op.inputs) == 2 and op.outputs[0].dtype.base_dtype == tf.bool

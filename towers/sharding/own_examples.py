@@ -15,7 +15,7 @@ from towers.graph.gradient_hook import detail_of
 from towers.graph.op_types import OF_SHAPES, VARIABLES
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
-from towers.graph.walk import computes_the_same, descendants, end_of, writes_of
+from towers.graph.walk import compares, computes_the_same, descendants, end_of, writes_of
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, TakenByPlace
 from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
 from towers.sharding.plan.given import Given
@@ -288,7 +288,7 @@ class _Question:
             for consumer in set(tensor.consumers()) - seen:
                 seen.add(consumer)
                 is_length = consumer.type == "Range" and tensor is consumer.inputs[1] and all(
-                    _compares(each) for each in consumer.outputs[0].consumers())
+                    compares(each) for each in consumer.outputs[0].consumers())
                 if is_length and not any(map(self._is_mean_along_last, descendants([consumer], within=set(self._plan.order)))):
                     continue
                 if consumer.type == "OneHot" and tensor is consumer.inputs[1]:
@@ -371,19 +371,15 @@ def _is_zero(tensor):
     return tensor.op.type == "Const" and not np.any(tf.get_static_value(tensor))
 
 
-def _compares(op):
-    return len(op.inputs) == 2 and op.outputs[0].dtype.base_dtype == tf.bool
-
-
 def _guards_or_loops(choice):
     """Tells whether a choice asks whether there is anything at all, or is that of a loop."""
     while len(choice.op.inputs) == 1 and choice.op.inputs[0].dtype.base_dtype == tf.bool:
         if choice.op.type == "LoopCond":
             return True
         choice = choice.op.inputs[0]
-    return choice.op.type == "LoopCond" or _compares(choice.op) and any(map(_is_zero, choice.op.inputs))
+    return choice.op.type == "LoopCond" or compares(choice.op) and any(map(_is_zero, choice.op.inputs))
 
 
 def _is_compared_with_0(op, k):
     """Tells whether an op asks whether there is anything."""
-    return _compares(op) and op.inputs[k].dtype.base_dtype != tf.bool and _is_zero(op.inputs[1 - k])
+    return compares(op) and op.inputs[k].dtype.base_dtype != tf.bool and _is_zero(op.inputs[1 - k])

@@ -3,11 +3,11 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import BODIES, BRANCHES, ENTERS, SWITCHES
 from towers.graph.private import loop_of
 from towers.graph.static_values import static_value
+from towers.graph.walk import compares
 from towers.sharding.nodes import Numbered, Unfit
 from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard
 from towers.sharding.rules.gathers import where
@@ -66,9 +66,9 @@ def _until_the_last(node):
             source = source.op.inputs[0]
         takers = list(_takers(context, outputs, _OF_NUMBERS | {"Maximum", "Minimum"}))
         of_each = {_counter(*taker) for taker in _takers(context, [source], _OF_NUMBERS) if taker[0].outputs and (
-            taker[0].outputs[0].shape.rank != 0) and _compares(taker[0])}
+            taker[0].outputs[0].shape.rank != 0) and compares(taker[0])}
         is_length = source.dtype.is_integer and not node.outputs[0].rank and all(
-            _compares(taker[0]) and _counter(*taker) in of_each for taker in takers)
+            compares(taker[0]) and _counter(*taker) in of_each for taker in takers)
         outputs = [op.outputs[0] for op, _, _ in takers] if is_length else []
     takers = list(_takers(context, outputs, _OF_CONDITIONS)) if outputs else [(node.op, None, None)]
     if all(op.type in SWITCHES and k == 1 or op.type in BRANCHES and k == 0 for op, k, _ in takers):
@@ -110,10 +110,6 @@ def _takers(context, tensors, through):
                     stack.extend((output, loop) for output in (op.outputs[k:k + 1] if is_loop else ()))
                 else:
                     yield op, k, loop
-
-
-def _compares(op):
-    return len(op.inputs) == 2 and op.outputs[0].dtype.base_dtype == tf.bool
 
 
 def _of_own_rows(node):

@@ -10,7 +10,7 @@ from towers.sharding.rules.pointwise import along_rows, jointly_linear
 from towers.sharding.rules.reductions import axes_of_gradient
 from towers.sharding.rules.table import SUMS, rule
 
-__all__ = ["first_additive", "in_blocks", "is_of_size", "kept", "shape_wanted"]
+__all__ = ["first_additive", "in_blocks", "is_of_size", "kept", "known_product", "shape_wanted"]
 
 ROWS = (Shard, Blocks, RowNumbers)
 

@@ -4,7 +4,7 @@ from towers.sharding.placements import Blocks, Partial, Replicate, RowNumbers, S
 from towers.sharding.rules.gathers import aligned
 from towers.sharding.rules.table import SUMS, rule
 
-__all__ = []
+__all__ = ["SORTED"]
 
 ROWS = (Shard, RowNumbers)
 

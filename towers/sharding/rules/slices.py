@@ -1,7 +1,6 @@
 """Rows that are taken by their place, and what is put back there: slices, and the gradient of slices."""
 import dataclasses
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from towers.graph.op_types import SAME_NUMBERS
@@ -60,16 +59,15 @@ def takes_by_place(op):
 
 def takes_equal_parts(op, axis, placements):
     """Tells whether an op takes one of so many parts of an axis, of one size each: a half, every third, or by its own size."""
-    is_slice, bounds = op.type in ("Slice", "StridedSlice"), list(op.inputs)[1:3]
-    if op.inputs[0].shape.rank is None:
-        return False
-    if is_slice and any(isinstance(placements.get(end_of(bound)), Size) for bound in bounds):
-        return all(_is_part_of_size(bound, placements) for bound in bounds)
-    if not is_slice or not takes_by_place(op):
-        sizes = static_value(op.inputs[1]) if op.type == "SplitV" else None
-        return takes_by_place(op) and (op.type != "SplitV" or sizes is not None and len(set(np.ravel(sizes))) == 1)
     shape, values = op.inputs[0].shape, [static_value(source) for source in list(op.inputs)[1:]]
-    if any(value is None for value in values):
+    if op.type == "SplitV":
+        return values[0] is not None and len(set(values[0].tolist())) == 1
+    if op.type not in ("Slice", "StridedSlice"):
+        return takes_by_place(op)
+    bounds = list(op.inputs)[1:3]
+    if any(isinstance(placements.get(end_of(bound)), Size) for bound in bounds):
+        return all(_is_part_of_size(bound, placements) for bound in bounds)
+    if shape.rank is None or any(value is None for value in values):
         return False
     begin, end, *strides = (value.tolist() for value in values)
     if op.type == "Slice":
