@@ -48,6 +48,22 @@ def unrolled(h, lengths):
                             sequence_length=lengths)[0][-1]
 
 
+def number_of_rows(h):
+    """As many models know it, Python's number if there is one."""
+    return tf.dimension_value(h.shape[0]) or tf.shape(h)[0]
+
+
+def counted(h):
+    """0, 1, 2: a constant if the number of examples is known."""
+    return np.arange(tf.dimension_value(h.shape[0]), dtype=np.int32) if tf.dimension_value(h.shape[0]) else rows(h)
+
+
+def put_back(h, _):
+    """Pairs of rows an example, which are flattened for a product and put back by their number."""
+    h = tf.reshape(h, [-1, STEPS // 2, WIDTH])
+    return tf.reshape(tf.matmul(tf.reshape(h, [-1, WIDTH]), weights(WIDTH, 3)), [number_of_rows(h), STEPS // 2, 3])
+
+
 def by_grid(h, lengths):
     at, step = tf.meshgrid(rows(h), tf.range(3), indexing="ij")
     return tf.gather_nd(h, tf.stack([at, tf.minimum(step, lengths[:, None] - 1)], 2))
@@ -80,6 +96,16 @@ FORMS = {
     "nearest neighbours": lambda h, _: tf.gather(flat(h), largest_steps(h) + tf.reshape(rows(h) * STEPS, [-1, 1])),
     "tf.batch_gather": lambda h, _: tf.batch_gather(h, largest_steps(h)),
     "a grid": by_grid,
+    "the last step, by numbers of rows beside it": lambda h, lengths: tf.gather_nd(
+        h, tf.stack([tf.range(number_of_rows(h)), lengths - 1], 1)),
+    "the last step, by a constant beside it": lambda h, lengths: tf.gather_nd(h, tf.stack([counted(h), lengths - 1], 1)),
+    "the last step, by a constant in front of it": lambda h, lengths: tf.gather_nd(
+        h, tf.concat([counted(h)[:, None], lengths[:, None] - 1], 1)),
+    "the last step, by a constant of steps": lambda h, lengths: tf.gather(flat(h), counted(h) * STEPS + lengths - 1),
+    "largest steps, by numbers of rows that are repeated": lambda h, _: tf.gather_nd(h, tf.stack(
+        [tf.tile(tf.expand_dims(tf.range(number_of_rows(h)), 1), [1, 3]), largest_steps(h)], 2)),
+    "tf.gather_nd in batches": lambda h, _: tf.gather_nd(h, largest_steps(h)[:, :, None], batch_dims=1),
+    "flattened and put back": put_back,
     "tf.math.segment_sum": lambda h, _: tf.math.segment_sum(flat(h), numbers_of_examples(h)),
     "tf.math.segment_mean": lambda h, _: tf.math.segment_mean(flat(h), numbers_of_examples(h)),
     "tf.math.unsorted_segment_max": lambda h, _: tf.math.unsorted_segment_max(flat(h), numbers_of_examples(h), tf.shape(h)[0]),
@@ -94,6 +120,9 @@ SLOPES = {
     "tf.einsum": lambda h: tf.einsum("bij,bik->bjk", h, h),
     "tf.pad": lambda h: tf.pad(h, [[0, 0], [1, 1], [0, 0]]) ** 2,
     "tf.slice": lambda h: tf.slice(h, [0, 1, 0], [-1, 2, -1]) ** 2,
+    "tf.nn.top_k": lambda h: tf.nn.top_k(h, 2)[0] ** 2,
+    "tf.sort": lambda h: tf.sort(h, 1) ** 2,
+    "tf.batch_gather": lambda h: tf.batch_gather(h, largest_steps(h)) ** 2,
     "tf.reduce_sum": lambda h: tf.reduce_sum(h, [1, 2]) ** 2,
     "tf.reduce_mean": lambda h: tf.reduce_mean(h, [1, 2]) ** 2}
 
@@ -161,6 +190,8 @@ OTHERS = {
     "a branch by the longest": lambda h, lengths: tf.cond(
         tf.reduce_max(lengths) > 5, lambda: 2 * h, lambda: h) * tf.cast(lengths > 3, h.dtype)[:, None, None],
     "the next example's steps": lambda h, _: tf.gather(flat(h), (rows(h)[:-1] + 1) * STEPS),
+    "the next example's last step": lambda h, lengths: tf.gather_nd(
+        h, tf.stack([(tf.range(number_of_rows(h)) + 1) % number_of_rows(h), lengths - 1], 1)),
     "segments of chosen examples": lambda h, lengths: tf.math.segment_sum(
         tf.boolean_mask(h, lengths > 3), tf.where(lengths > 3)[:, 0]),
     "all but some, by their number": lambda h, _: h[:tf.shape(h)[0] - 3]}

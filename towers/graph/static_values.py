@@ -5,12 +5,13 @@ import tensorflow.compat.v1 as tf
 __all__ = ["comes_to", "computed", "filling_of", "static_value"]
 
 _COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray,
-             "ConcatV2": lambda *values: np.concatenate(values[:-1], values[-1]), "FloorDiv": np.floor_divide, "FloorMod": np.mod,
+             "ConcatV2": lambda *values: np.concatenate(values[:-1], values[-1]),
+             "ExpandDims": lambda x, axis: np.expand_dims(x, int(axis)), "FloorDiv": np.floor_divide, "FloorMod": np.mod,
              "GreaterEqual": np.greater_equal, "InvertPermutation": np.argsort, "Less": np.less,
              "ListDiff": lambda x, y: [each for each in x if each not in y], "Maximum": np.maximum, "Minimum": np.minimum,
              "Mul": np.multiply, "Neg": np.negative,
              "Prod": lambda x, axes, are_kept: np.prod(x, tuple(np.ravel(axes)), x.dtype, keepdims=are_kept),
-             "Range": np.arange, "Reshape": np.reshape, "Sub": np.subtract}
+             "Range": np.arange, "Reshape": np.reshape, "Sub": np.subtract, "Tile": np.tile}
 _TAKES = ("Gather", "GatherV2", "Slice", "StridedSlice")
 _MOST_STEPS = 9
 

@@ -107,7 +107,8 @@ class _Question:
                 continue
             seen.add(op)
             forward = forward_op_of(op)
-            if forward is not None and forward.type == "Mean":
+            is_shape = op.type == "Const" and op.name.rpartition("/")[2].startswith("Shape")
+            if forward is not None and (forward.type == "Mean" or is_shape):
                 stack.append(forward)  # of which its gradient takes no more than shapes
             taken = [handed_on[op]] if op in handed_on else list(op.inputs)[:1] if op.type == "Print" else list(op.inputs)
             if op.type == "Mul" and any(map(_is_zero, taken)):

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Optional, Tuple
 import numpy as np
 
 __all__ = ["BATCH", "COMPUTED", "Additive", "Blocks", "InTurn", "Listed", "OneRow", "Own", "Partial", "PartialMean", "Placement",
-           "Replicate", "RowNumbers", "RowSum", "Rows", "Running", "Shard", "Size", "Turn", "elements_of", "moved", "size_of"]
+           "Replicate", "RowNumbers", "RowSum", "Rows", "Running", "Shard", "Size", "Turn", "elements_of", "entries_of",
+           "moved", "size_of"]
 
 
 class Rows(NamedTuple):
@@ -66,15 +67,17 @@ class Blocks(Placement):
 
     Attributes:
       axis, rows, times: as of `Shard`, of one block.
-      outer: int, 2 or more.
+      outer: int, 2 or more; None where it is known only when the graph runs.
+      in_front: (tensor, axis), then: the sizes that a tensor has in front of an axis are as many together.
     """
     axis: int
-    outer: int
+    outer: Optional[int]
     rows: Rows
     times: Optional[int] = dataclasses.field(compare=False)
+    in_front: Any = dataclasses.field(default=None, compare=False)
 
     def __str__(self):
-        return "%d blocks sharded along axis %d" % (self.outer, self.axis)
+        return "%s blocks sharded along axis %d" % ("some" if self.outer is None else self.outer, self.axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +289,12 @@ def elements_of(placement, shape, known):
     if known is None:
         return _array([None] * int(np.prod(shape, dtype=int)), tuple(shape))
     return _array([number if number is None else np.asarray(number).item() for number in np.ravel(known)], tuple(shape))
+
+
+def entries_of(placement):
+    """Returns how many entries an example has along the axis of a `Shard`, `Blocks` or `RowNumbers`; None if not known."""
+    factors = placement.times, getattr(placement, "outer", 1)
+    return None if None in factors else factors[0] * factors[1]
 
 
 def moved(placement, axis):

@@ -4,15 +4,17 @@ Where a batch has a known size, Python's numbers are constants in the graph, and
 shape is made of, a constant that `tf.shape` became, a loop of Python's with as many turns as the tower has examples. What a guess
 is wrong about is said or not said in a warning, and changes no number.
 """
+import collections
+
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.graph.private import position_of
+from towers.graph.private import forward_op_of, position_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import Decision
-from towers.sharding.placements import BATCH, Additive, OneRow, Size, size_of
+from towers.sharding.placements import BATCH, Additive, OneRow, Shard, Size, size_of
 from towers.sharding.plan.facts import Facts
 from towers.sharding.plan.row_loops import JOINS, join_of, own_of_turns, parts_of
 from towers.sharding.rules.asked import ASKED_RULES, UNKNOWN_RULE
@@ -55,6 +57,9 @@ class Guesses(Facts):
         self._turns, self._joins, self._varying, self._counts, self._of_variables = ({}, {}, set(), {num_rows}, {
             tuple(variable.shape.as_list()) for variable in tf.global_variables() if variable.shape.rank}) if outer is None else (
                 outer._turns, outer._joins, outer._varying, outer._counts, outer._of_variables)
+        self._in_scopes = collections.defaultdict(list)
+        for op in ops:
+            self._in_scopes[op.name.rpartition("/")[0]].append(op)
         for op in sorted((op for op in ops if op.type in JOINS), key=position_of, reverse=True):
             if op not in self._joins:
                 self._find_turns(op)
@@ -148,18 +153,45 @@ class Guesses(Facts):
             return None
         value = tf.get_static_value(output)
         users = [consumer for consumer in output.consumers() if _makes_shape(consumer, output)]
-        is_shape = op.name.rpartition("/")[2].startswith("Shape") and self.num_rows in np.ravel(value).tolist() and (
-            tuple(np.ravel(value)) not in self._of_variables)
+        name = op.name.rpartition("/")[2]
+        is_shape = name.startswith("Shape")
+        known = self._of_shape(op, value.tolist()) if output.shape.rank and (is_shape or forward_op_of(op) is not None) else None
+        if known is not None:
+            return known
+        is_shape = is_shape and self.num_rows in np.ravel(value).tolist() and tuple(np.ravel(value)) not in self._of_variables
         if not users and not is_shape:
             return None
-        found = np.empty(value.shape, object)
-        is_found = False
-        for index in np.ndindex(value.shape):
-            number = found[index] = value[index].item()
-            is_found = is_found or number == -1  # then the examples are what is left
-            if not is_found and number and (number == self.num_rows or self._is_multiple(number, *users)):
-                found[index], is_found = Additive(number // self.num_rows, BATCH), True
-        return Decision([size_of(found)])
+        numbers = np.ravel(value).tolist()
+        if -1 in numbers:  # then the examples are what is left, if no size before is theirs
+            numbers = numbers[:numbers.index(-1)]
+        found = [k for k, number in enumerate(numbers) if number and (
+            number == self.num_rows or self._is_multiple(number, *users))]
+        if not found and -1 not in value and any(user.type == "Reshape" and self._has_rows(user.inputs[0]) for user in users):
+            found = [k for k, number in enumerate(numbers) if number and number % self.num_rows == 0]
+        elements = np.ravel(value).astype(object)
+        if found:
+            elements[found[0]] = Additive(numbers[found[0]] // self.num_rows, BATCH)
+        return Decision([size_of(elements.reshape(value.shape))])
+
+    def _of_shape(self, op, dims):
+        """Returns the `Decision` for the shape of what has rows for each example; None of no such.
+
+        That is, in a gradient, what the forward op takes, or what was made in the same scope. -1 stands for a size not known.
+        """
+        forward, dims = forward_op_of(op), [None if size == -1 else size for size in dims]
+        beside = [output for other in self._in_scopes[op.name.rpartition("/")[0]] for output in other.outputs]
+        for output in ([] if forward is None else list(forward.inputs)) + beside:
+            if self._has_rows(output) and output.shape.as_list() == dims:
+                placement = self.placements[end_of(output)]
+                dims = [-1 if size is None else size for size in dims]
+                dims[placement.axis] = Additive(placement.times, placement.rows)
+                return Decision([size_of(np.array(dims + [None], object)[:-1])])
+        return None
+
+    def _has_rows(self, tensor):
+        """Tells whether a tensor has so many rows for each example."""
+        placement = self.placements.get(end_of(tensor))
+        return type(placement) is Shard and bool(placement.times) and tensor.shape.rank is not None
 
 
 def _makes_shape(consumer, tensor):

@@ -6,7 +6,8 @@ __all__ = ["blocks_apart", "blocks_together", "some_rows"]
 
 def some_rows(value, axis, outer, own, first):
     """Returns some rows of each block along an axis, from the first on."""
-    if outer > 1:
+    is_in_blocks = not (isinstance(outer, int) and outer == 1)
+    if is_in_blocks:
         value = blocks_apart(value, axis, outer)
         axis += 1
     if tf.dimension_value(value.shape[axis]) is None:
@@ -17,15 +18,16 @@ def some_rows(value, axis, outer, own, first):
     part, static = tf.slice(value, _stacked(begin), _stacked(length)), value.shape.as_list()
     static[axis] = own if isinstance(own, int) else None
     part.set_shape(static)
-    return blocks_together(part, axis - 1) if outer > 1 else part
+    return blocks_together(part, axis - 1) if is_in_blocks else part
 
 
 def blocks_apart(value, axis, outer):
-    """Takes an axis of `outer` blocks apart: [.., outer n, ..] to [.., outer, n, ..]."""
+    """Takes an axis of `outer` blocks apart, an int or scalar: [.., outer n, ..] to [.., outer, n, ..]."""
     static, shape = value.shape.as_list(), tf.shape(value)
-    inner = None if static[axis] is None else static[axis] // outer
+    is_known = isinstance(outer, int)
+    inner = None if static[axis] is None or not is_known else static[axis] // outer
     value = tf.reshape(value, tf.concat([shape[:axis], [outer, shape[axis] // outer], shape[axis + 1:]], 0))
-    value.set_shape(static[:axis] + [outer, inner] + static[axis + 1:])
+    value.set_shape(static[:axis] + [outer if is_known else None, inner] + static[axis + 1:])
     return value
 
 

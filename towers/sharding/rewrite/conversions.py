@@ -23,8 +23,8 @@ from towers.graph.walk import end_of, is_ref
 from towers.meeting.cross_tower import all_gather, all_reduce
 from towers.meeting.exchanges import exchange
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, ShapeOf
-from towers.sharding.placements import (BATCH, COMPUTED, Additive, Listed, OneRow, Own, Partial, PartialMean, Replicate,
-                                        RowNumbers, RowSum, Shard, Size)
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, OneRow, Own, Partial, PartialMean,
+                                        Replicate, RowNumbers, RowSum, Shard, Size)
 from towers.sharding.rewrite.blocks import blocks_apart, blocks_together, some_rows
 
 __all__ = ["Conversions", "Meeting"]
@@ -244,12 +244,13 @@ class Conversions:
 
     def _gathered(self, value, placement, tensor):
         self._note(value, "gather")
-        axis, outer, rank = placement.axis, getattr(placement, "outer", 1), value.shape.rank
+        axis, outer, rank = placement.axis, self._blocks_of(placement), value.shape.rank
         if rank is None:
             raise Refused("%r has an unknown rank, and would have to be gathered along axis %d: give it a shape"
                           % (tensor.name, axis))
         static = value.shape.as_list()
-        if outer > 1:
+        is_in_blocks = isinstance(placement, Blocks)
+        if is_in_blocks:
             value = blocks_apart(value, axis, outer)
             axis += 1
         order = [axis] + [i for i in range(value.shape.rank) if i != axis]
@@ -258,7 +259,7 @@ class Conversions:
         joined = all_gather(tf.cast(value, tf.int32) if is_bool else value)
         joined = tf.cast(joined, tf.bool) if is_bool else joined
         joined = tf.transpose(joined, np.argsort(order)) if axis else joined
-        if outer > 1:
+        if is_in_blocks:
             joined = blocks_together(joined, axis - 1)
         static[placement.axis] = self._whole_length(tensor, placement)
         joined.set_shape(static)
@@ -267,6 +268,13 @@ class Conversions:
     def _whole_length(self, tensor, placement):
         dims = None if self._whole is None else self._whole.dims(tensor)
         return None if dims is None else dims[placement.axis]
+
+    def _blocks_of(self, placement):
+        """Returns in how many blocks rows stand, an int or int32 scalar."""
+        if getattr(placement, "outer", 1) is not None:
+            return getattr(placement, "outer", 1)
+        tensor, axis = placement.in_front
+        return tf.maximum(tf.reduce_prod(tf.shape(self._now(tensor))[:axis]), 1)
 
     def own_rows(self, value, want):
         """Returns a tower's own rows of what all towers have alike."""
@@ -280,6 +288,8 @@ class Conversions:
             rows, times, like = placement.rows, getattr(placement, "times", None), want.like
             if isinstance(placement, RowNumbers):
                 times = None
+            if outer is None:
+                outer = self._blocks_of(placement)
         own, _, first = self._rows_of(rows, times, like, outer)
         with self._where(value), may_differ():
             return some_rows(value, axis, outer, own, first)
@@ -299,9 +309,10 @@ class Conversions:
         if rows == BATCH and times is not None:
             own, total, first = self._count(BATCH, self._batch, 1)
             return own * times, total * times, first * times
-        key = ("rows", rows, times, outer) + (() if times is not None else end_of(like[0]) + (like[1],))
+        is_one, number = isinstance(outer, int) and outer == 1, outer if isinstance(outer, int) else None
+        key = ("rows", rows, times, number) + (() if times is not None else end_of(like[0]) + (like[1],))
         own, total, first = self._count(key, like, None)
-        return (own, total, first) if outer == 1 else (own // outer, total // outer, first // outer)
+        return (own, total, first) if is_one else (own // outer, total // outer, first // outer)
 
     def _count(self, rows, like, times):
         """Returns (own, total, first) of the entries of (tensor, axis), or of the batch's examples."""

@@ -5,8 +5,8 @@ from towers.batches.shares import by_name
 from towers.context import may_differ
 from towers.graph.walk import end_of
 from towers.sharding.nodes import AsPartial, Numbered, Refused, Replicated
-from towers.sharding.placements import (BATCH, Listed, OneRow, Own, Partial, PartialMean, Replicate, RowNumbers, RowSum, Shard,
-                                        Size)
+from towers.sharding.placements import (BATCH, Blocks, Listed, OneRow, Own, Partial, PartialMean, Replicate, RowNumbers, RowSum,
+                                        Shard, Size)
 
 __all__ = ["Outputs"]
 
@@ -51,7 +51,8 @@ class Outputs:
         conversions, now = self._rewriting.conversions, self._rewriting.now(tensor)
         if isinstance(placement, Listed):
             raise Refused("the model function returns a list, %r: stack it." % tensor.name)
-        if isinstance(placement, (OneRow, RowSum, Size)):
+        is_of_some_blocks = isinstance(placement, Blocks) and placement.outer is None
+        if isinstance(placement, (OneRow, RowSum, Size)) or is_of_some_blocks:
             now, placement = conversions.converted(tensor, Replicated()), Replicate()
         elif isinstance(placement, RowNumbers):
             now, placement = conversions.converted(tensor, Numbered()), Shard(placement.axis, placement.rows, placement.times)

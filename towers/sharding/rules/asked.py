@@ -9,7 +9,7 @@ from towers.graph.private import loop_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import compares
 from towers.sharding.nodes import Numbered, Unfit
-from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard
+from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard, Size
 from towers.sharding.rules.gathers import where
 from towers.sharding.rules.movement import known_product
 from towers.sharding.rules.pointwise import along_rows
@@ -112,8 +112,32 @@ def _takers(context, tensors, through):
                     yield op, k, loop
 
 
+def _take_for_numbers(node):
+    """Lets constants that count the tower's examples, 0, 1, 2 or 0, 6, 12, be numbers of rows where they lie beside rows."""
+    rows = [value for value in node.inputs if type(value.placement) is Shard]
+    if not rows or rows[0].placement.rows != BATCH or rows[0].placement.times != 1 or not rows[0].dtype.is_integer:
+        return
+    behind = rows[0].rank - rows[0].placement.axis
+    for value in node.inputs:
+        known = value.const()
+        if known is None or known.dtype.kind != "i" or known.ndim < behind or known.shape[-behind] != node.context.num_rows:
+            continue
+        axis = known.ndim - behind
+        counted = np.moveaxis(known, axis, -1)
+        step = counted.ravel()[1] if known.shape[axis] > 1 else 0
+        if step > 0 and np.array_equal(counted, np.broadcast_to(np.arange(known.shape[axis]) * step, counted.shape)):
+            value.placement = RowNumbers(axis, BATCH, 1, Additive(int(step), BATCH), None)
+
+
+def _columns(node):
+    """Numbers of rows beside other columns, all of them a constant perhaps."""
+    _take_for_numbers(node)
+    return RULES[node.type].function(node)
+
+
 def _of_own_rows(node):
     """What is added to numbers of rows numbers rows of the same example: `range(n) * length + place`."""
+    _take_for_numbers(node)
     numbers = node.of(RowNumbers)
     if len(numbers) != 1 or not node.outputs[0].dtype.is_integer or node.type == "Sub" and numbers[0] or not node.all(
             RowNumbers, Shard, Replicate):
@@ -143,6 +167,15 @@ def _times_of_numbers(node):
     if not isinstance(factor.placement, Replicate) or factor.rank or factor.const() is not None:
         return RULES[node.type].function(node)
     return node.decide(dataclasses.replace(numbers, of=numbers.of._replace(times=None)))
+
+
+def _counted(node):
+    """Numbers of as many rows as there are, though nobody knows how many an example has."""
+    start, limit, step = node.inputs
+    of = limit.elements()[()] if isinstance(limit.placement, Size) else None
+    if isinstance(of, Additive) and of.times is None and start.const() == 0 and step.const() == 1:
+        return node.decide(RowNumbers(0, of.rows, None, of, (limit.tensor, None)))
+    return RULES["Range"].function(node)
 
 
 def _by_numbers(node):
@@ -203,7 +236,7 @@ def _put_beside(node):
     first, *others = node.inputs[:-1]
     if node.inputs[-1].const() != 0 or type(first.placement) is not Shard or first.placement.axis or not others or not all(
             isinstance(value.placement, Replicate) for value in others):
-        return RULES["ConcatV2"].function(node)
+        return _columns(node)
     return node.decide(Shard(0, _Beside(node.op.name, first.placement), 1))
 
 
@@ -225,6 +258,7 @@ ASKED_RULES = dict(RULES, Unique=Rule(_unique, frozenset([Shard])), UniqueV2=Rul
                    ConcatV2=Rule(_put_beside, RULES["ConcatV2"].knows), Slice=Rule(_taken_from_beside, RULES["Slice"].knows),
                    **{name: Rule(_until_the_last, RULES[name].knows) for name in ("All", "Any", "Max", "Min")},
                    **dict.fromkeys(("CTCLoss", "CTCLossV2"), Rule(_ctc, frozenset([Shard, RowNumbers]))),
+                   Pack=Rule(_columns, RULES["Pack"].knows), Range=Rule(_counted, RULES["Range"].knows),
                    Reshape=Rule(_groups, RULES["Reshape"].knows),
                    ComputeAccidentalHits=Rule(_hits, frozenset([Shard])),
                    Where=Rule(_one_of_each, RULES["Where"].knows), Mul=Rule(_times_of_numbers, RULES["Mul"].knows),

@@ -1,4 +1,6 @@
 """Where control flow 1 comes together again, and the lists that its loops read and write."""
+import dataclasses
+
 import numpy as np
 
 from towers.graph.op_types import LOOPS_BACK
@@ -81,8 +83,7 @@ def _of_rows(node, numbers):
     wants.update((k, OwnRows(first.axis, like, outer)) for k in numbers if k not in rows)
     same = {node.inputs[k].placement.rows for k in rows}
     named = same.pop() if len(same) == 1 else Rows(node.op.name)
-    times = first.times
-    return wants, Shard(first.axis, named, times) if outer == 1 else Blocks(first.axis, outer, named, times)
+    return wants, Shard(first.axis, named, first.times) if outer == 1 else dataclasses.replace(first, rows=named)
 
 
 @rule("Merge RefMerge", ANY + (InTurn, Running, Turn), always=True)

@@ -22,6 +22,8 @@ def is_of_size(element):
 
 def in_blocks(placement, axis, outer, times):
     """Returns the placement of rows that stand in `outer` blocks along an axis, `times` entries for each in a block."""
+    if outer is None:
+        return dataclasses.replace(placement, axis=axis, times=times)
     return Shard(axis, placement.rows, times) if outer == 1 else Blocks(axis, outer, placement.rows, times)
 
 
@@ -61,8 +63,10 @@ def reshape(node):
         raise Unfit()
     out, elements = node.outputs[0], shape.elements()
     before, is_unknown = known_product(value.whole[:placement.axis])
-    if is_unknown or out.whole is None:
+    if out.whole is None:
         raise Unfit()
+    if is_unknown or getattr(placement, "outer", 1) is None:
+        return _of_unknown_blocks(node)
     before *= getattr(placement, "outer", 1)
     whole = [element if size is None and isinstance(element, int) and element >= 0 else size
              for size, element in zip(out.whole, elements if elements is not None else out.whole)]
@@ -86,12 +90,50 @@ def reshape(node):
     raise Unfit()
 
 
+def _of_unknown_blocks(node):
+    """Rows behind a size that is not known, the steps of a recurrent network say, are kept, merged with that, or taken apart."""
+    value, out, elements = node.inputs[0], node.outputs[0], node.inputs[1].elements()
+    placement = value.placement
+    after, some_after = known_product(value.whole[placement.axis + 1:])
+    is_asked = node.context.is_only_asked
+    if isinstance(placement, RowNumbers) or elements is None or some_after and not is_asked:
+        raise Unfit()
+    for axis in range(out.rank - 1, -1, -1):
+        element = elements[axis]
+        if isinstance(element, int) and element >= 0 and (out.dims[axis] is None or not out.varies(axis)):
+            continue
+        behind, is_unknown = known_product([size if size is not None else known if isinstance(known, int) and known >= 0 else None
+                                            for size, known in zip(out.whole[axis + 1:], elements[axis + 1:])])
+        if is_unknown:
+            raise Unfit()
+        times = placement.times or (getattr(element, "times", None) if is_asked else None)
+        if isinstance(element, Additive) and element.rows == placement.rows and None not in (element.times, times) and (
+                some_after or element.times * behind == times * after):
+            found = Shard(axis, placement.rows, element.times)
+        elif behind != after or some_after:
+            raise Unfit()
+        elif is_asked and isinstance(element, int) and element < 0 and None in elements[:axis]:
+            found = Shard(axis, placement.rows, placement.times)
+        elif not all(isinstance(other, int) and other == 1 for other in elements[:axis]):
+            raise Unfit()
+        elif isinstance(placement, Blocks) and known_product(value.whole[:placement.axis]) == (1, False):
+            found = moved(placement, axis)
+        elif type(placement) is Shard and (is_asked or not node.is_repeated):
+            found = Blocks(axis, None, placement.rows, placement.times, (value.tensor, placement.axis))
+        else:
+            raise Unfit()
+        return node.decide(found, _target(node, elements, axis))
+    raise Unfit()
+
+
 def _rows_of_any_rank(node):
     """The rows go on: TensorFlow knows no rank of the gradient of a broadcast before it is reshaped."""
     placement, elements = node.inputs[0].placement, node.inputs[1].elements()
     if isinstance(placement, RowNumbers) or elements is None or not len(elements):
         raise Unfit()
     outer = getattr(placement, "outer", 1)
+    if outer is None:
+        raise Unfit()
     axis = 0 if not placement.axis and outer == 1 else _axis_before_sum(node, placement.axis)
     times = getattr(elements[axis], "times", None)
     if times is None or times % outer or elements[axis].rows != placement.rows or placement.times not in (None, times // outer):
@@ -121,10 +163,14 @@ def _times(placement, element, outer, after, behind, is_asked):
         return placement.times
     times = getattr(placement, "times", None)
     if behind[1] or times is None:
-        # Rows may be kept as they are, and no more.
+        # Rows may be kept as they are, and no more; who only asks takes a size that is not known for the same one on both sides.
+        if is_asked and times and after[1] and behind[1] and behind[0] and times * after[0] % behind[0] == 0:
+            return times * after[0] // behind[0]
         if is_asked or after == behind and not after[1]:
             return times
         raise Unfit()
+    if is_asked and after[1]:
+        return None
     if not behind[0] or times * after[0] % behind[0]:
         raise Unfit()
     return None if after[1] else times * after[0] // behind[0]
@@ -206,9 +252,13 @@ def pack(node):
     numbers = list(range(len(node.inputs)))
     axis = node.attr("axis") % node.outputs[0].rank
     if node.of(*ROWS):
-        columns = _columns(node, axis, list(range(len(node.inputs))))
+        columns = _columns(node, axis, numbers)
         if columns is not None:
             return node.decide(columns)
+        alike = {value.placement for value in node.inputs}
+        first = node.inputs[0].placement
+        if len(alike) == 1 and isinstance(first, RowNumbers) and first.column is None:
+            return node.decide(moved(first, first.axis + (axis <= first.axis)))
         wants, placement = along_rows(node, node.inputs[0].rank, dict.fromkeys(numbers, 0))
         return node.decide(moved(placement, placement.axis + (axis <= placement.axis)), wants)
     return _joined(node, numbers, axis, lambda arrays, axis: np.stack(arrays, axis))
@@ -228,7 +278,12 @@ def _columns(node, axis, columns):
     if len(numbers) != 1 or axis != node.outputs[0].rank - 1 or not are_rows or len({each.axis for each in found}) != 1:
         return None
     placement = found[numbers[0]]
-    return None if placement.column is not None else dataclasses.replace(placement, column=numbers[0])
+    if placement.column is not None:
+        return None
+    if node.type == "Pack":
+        return dataclasses.replace(placement, column=numbers[0])
+    sizes = [node.inputs[k].dims[-1] for k in columns[:numbers[0] + 1]]
+    return None if None in sizes or sizes[-1] != 1 else dataclasses.replace(placement, column=sum(sizes[:-1]))
 
 
 def _joined(node, numbers, axis, of_arrays):
@@ -246,11 +301,13 @@ def _joined(node, numbers, axis, of_arrays):
             times = {getattr(value.placement, "times", None) for value in (node.inputs[k] for k in numbers)}
             if len(found) > 1 or isinstance(first, RowNumbers) or len(times) > 1 or None in times:
                 raise Unfit()  # other rows stand between the towers' own
+            if getattr(first, "outer", 1) is None:
+                raise Unfit()
             return node.decide(in_blocks(first, first.axis, len(numbers) * getattr(first, "outer", 1), first.times), others)
         if len(found) == 1 and not isinstance(first, RowNumbers):
             return node.decide(first, others)
         columns = _columns(node, axis % rank, numbers)
-        if columns is not None and all(node.inputs[k].dims[-1] == 1 for k in numbers):
+        if columns is not None:
             return node.decide(columns, others)
         wants, placement = along_rows(node, rank, {k: 0 if k in numbers else rank for k in range(len(node.inputs))})
         return node.decide(placement, {**wants, **others})
@@ -309,7 +366,7 @@ def split(node):
         outer = getattr(placement, "outer", 1)
         if node.type == "Split" and outer == 1:
             return node.decide(_each_row(node, parts), others)
-        if node.type == "SplitV" or outer % parts:
+        if node.type == "SplitV" or outer is None or outer % parts:
             raise Unfit()
         return node.decide(in_blocks(placement, placement.axis, outer // parts, placement.times), others)
     if isinstance(placement, RowNumbers) and placement.column is not None:
@@ -340,7 +397,7 @@ def tile(node):
             raise Unfit()
         if number == 1:
             return node.decide(placement, shape_wanted(node, 1, placement.axis))
-        if isinstance(placement, RowNumbers) or number < 1:
+        if isinstance(placement, RowNumbers) or number < 1 or getattr(placement, "outer", 1) is None:
             raise Unfit()
         return node.decide(in_blocks(placement, placement.axis, number * getattr(placement, "outer", 1), placement.times),
                            shape_wanted(node, 1, placement.axis))

@@ -69,7 +69,7 @@ def along_rows(node, out_rank=None, positions=None):
                 wants[k] = Replicated()
     rows = sorted({node.inputs[k].placement.rows for k in kept}, key=lambda rows: rows.name)[0]
     times = next((node.inputs[k].placement.times for k in kept if getattr(node.inputs[k].placement, "times", None)), None)
-    return wants, Blocks(axis, outer, rows, times) if outer > 1 else Shard(axis, rows, times)
+    return wants, Shard(axis, rows, times) if outer == 1 else dataclasses.replace(source, axis=axis, rows=rows, times=times)
 
 
 def _is_long(value, axis):

@@ -1,6 +1,6 @@
 """Ops that compute each example by itself, along axis 0 of the inputs that are numbered here, and hold none else of the batch."""
 from towers.sharding.nodes import Unfit
-from towers.sharding.placements import Additive, Blocks, Own, Replicate, Shard, Size
+from towers.sharding.placements import Additive, Blocks, Own, Replicate, Shard, Size, entries_of
 from towers.sharding.rules.movement import in_blocks, shape_wanted
 from towers.sharding.rules.table import rule
 
@@ -45,7 +45,7 @@ def fractional_pool(node):
 def each_row_of_shape(node):
     decision = node.each_row(list(EACH_ROW[node.type]))
     placement, elements = decision.outputs[0], node.inputs[0].elements()
-    times = None if placement.times is None else placement.times * getattr(placement, "outer", 1)
+    times = entries_of(placement)
     if times is None or elements is None or elements[0] != Additive(times, placement.rows):
         raise Unfit()  # as large as the whole batch
     decision.wants.pop(0, None)
@@ -105,6 +105,8 @@ def space_to_batch(node):
         raise Unfit()
     outer, number = getattr(value.placement, "outer", 1), int(block.prod())
     others = node.wanted(range(1, len(node.inputs)))
+    if outer is None:
+        raise Unfit()
     if node.type == "SpaceToBatchND":
         return node.decide(in_blocks(value.placement, 0, outer * number, value.placement.times), others)
     if outer % number:

@@ -2,7 +2,8 @@
 import numpy as np
 
 from towers.sharding.nodes import OwnRows, Refused, Unfit
-from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, size_of
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, entries_of,
+                                        size_of)
 from towers.sharding.rules.movement import first_additive, is_of_size, shape_wanted
 from towers.sharding.rules.pointwise import SIZES
 from towers.sharding.rules.table import ANY, SUMS, rule
@@ -22,8 +23,7 @@ def _shape_of(value):
         return Replicate()  # what is added up has one shape in all towers
     found = np.empty(value.rank, object)
     found[:] = value.whole
-    times = getattr(placement, "times", None)
-    found[placement.axis] = Additive(None if times is None else times * getattr(placement, "outer", 1), placement.rows)
+    found[placement.axis] = Additive(entries_of(placement), placement.rows)
     return size_of(found)
 
 

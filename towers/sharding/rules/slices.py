@@ -7,7 +7,8 @@ from towers.graph.op_types import SAME_NUMBERS
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.sharding.nodes import ShapeOf, Unfit
-from towers.sharding.placements import Additive, Blocks, InTurn, OneRow, Replicate, RowNumbers, Shard, Size, moved, size_of
+from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Replicate, RowNumbers, Shard, Size, entries_of, moved,
+                                        size_of)
 from towers.sharding.rules.movement import in_blocks, is_of_size, kept
 from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
@@ -182,6 +183,10 @@ def _rows_taken(placement, item, axis):
     if not isinstance(item, slice) or item.step != 1:
         raise Unfit()
     outer = getattr(placement, "outer", 1)
+    if outer is None:
+        if item.start in (None, 0) and item.stop is None:
+            return moved(placement, axis)
+        raise Unfit()
     start = 0 if item.start is None else _blocks_until(placement, item.start)
     stop = outer if item.stop is None else _blocks_until(placement, item.stop)
     if start == 0 and stop == outer:
@@ -256,7 +261,7 @@ def slice_gradient(node):
     if not isinstance(placement, (Shard, Blocks)) or elements is None or slope.dims is None:
         raise Unfit()
     source, item, position = _source_of(node, placement.axis, len(elements))
-    times = None if placement.times is None else placement.times * getattr(placement, "outer", 1)
+    times = entries_of(placement)
     if elements[source] != Additive(times, placement.rows) or times is None or _rows_taken(
             placement, item, source) != moved(placement, source):
         raise Unfit()

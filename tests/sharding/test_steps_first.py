@@ -1,0 +1,116 @@
+"""Steps in front of the examples, and nobody knows how many: what flattens them and takes them apart again stays each tower's own."""
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+import tf_syncbn
+import towers
+from tests.support import SAID
+from tests.sweeps import covering
+from towers.testing import assert_equals_one_batch
+
+STEPS, WIDTH = 6, 4
+RNG = np.random.RandomState(0)
+BATCH = (RNG.randn(12, STEPS, WIDTH), RNG.randint(1, STEPS + 1, 12).astype(np.int32))
+
+
+def weights(*shape):
+    with tf.variable_scope("", reuse=tf.AUTO_REUSE):
+        return tf.get_variable("w_%d_%d" % (len(shape), shape[-1]), shape, tf.float64,
+                               tf.constant_initializer(np.cos(np.arange(np.prod(shape)))))
+
+
+def projected(h, width=3):
+    """As `tf.layers.dense` has it: the steps and examples are flattened for a product."""
+    return tf.tensordot(h, weights(int(h.shape[-1]), width), 1)
+
+
+def flat(h):
+    return tf.reshape(h, [-1, int(h.shape[-1])])
+
+
+def labels(h):
+    return tf.cast(h[:, :, 0] > 0, tf.int32)
+
+
+def cross_entropy(h, _):
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(logits=projected(h), labels=labels(h))
+
+
+def recurrent(h, lengths):
+    cell = tf.nn.rnn_cell.GRUCell(3, dtype=h.dtype)
+    return projected(tf.nn.dynamic_rnn(cell, h, sequence_length=lengths, dtype=h.dtype, time_major=True)[0], 2)
+
+
+def slopes(h, _):
+    return tf.gradients(tf.tanh(projected(tf.tanh(projected(h)), 2)), h)[0]
+
+
+OWN = {
+    "a projection": lambda h, _: projected(h),
+    "two projections": lambda h, _: projected(tf.tanh(projected(h)), 2),
+    "cross-entropy": cross_entropy,
+    "a recurrent network": recurrent,
+    "a gradient that the model takes": slopes,
+    "heads": lambda h, _: tf.reshape(projected(h, 4), [tf.shape(h)[0], tf.shape(h)[1], 2, 2]),
+    "heads beside examples": lambda h, _: tf.reshape(projected(h, 4), [tf.shape(h)[0], tf.shape(h)[1] * 2, 2]),
+    "flattened twice": lambda h, _: tf.reshape(flat(h), [-1, WIDTH]) * weights(WIDTH),
+    "taken apart": lambda h, _: tf.reshape(flat(h) * weights(WIDTH), [-1, tf.shape(h)[1], WIDTH])[1:]}
+
+TOGETHER = {
+    "a softmax of all": lambda h, _: tf.nn.softmax(flat(projected(h)), 0) * flat(h)[:, :3],
+    "over the largest": lambda h, _: flat(projected(h)) / tf.reduce_max(tf.abs(flat(projected(h))), 0),
+    "own moments": lambda h, _: (flat(h) - tf.reduce_mean(flat(projected(h, 4)), 0)) / tf.math.reduce_std(flat(h), 0),
+    "steps of other examples": lambda h, _: flat(projected(h)) * tf.nn.softmax(flat(tf.reverse(h, [1])), 0)[:, :1],
+    "by their places": lambda h, _: flat(projected(h)) * tf.cast(tf.range(tf.shape(flat(h))[0])[:, None], h.dtype),
+    "chosen ones": lambda h, lengths: tf.boolean_mask(
+        cross_entropy(h, lengths), tf.transpose(tf.sequence_mask(lengths, tf.shape(h)[0])))}
+
+
+def model_of(form, is_known):
+    def model_fn(x, lengths):
+        x = tf.placeholder_with_default(x, [x.shape[0] if is_known else None, None, WIDTH])
+        return tf.reduce_mean(tf.square(form(tf.transpose(x, [1, 0, 2]), lengths) - 0.1))
+    return model_fn
+
+
+@pytest.mark.parametrize("name,is_known", covering(sorted(OWN), [True, False], one_in=2))
+def test_what_is_of_each_example_passes_in_silence_and_is_not_gathered(name, is_known, recwarn):
+    whole = towers.whole_batch(model_of(OWN[name], is_known))
+    for model_fn in (model_of(OWN[name], is_known), whole):
+        assert_equals_one_batch(model_fn, BATCH, 2, sizes=[7, 5], steps=2)
+    assert not [warning for warning in recwarn if SAID in str(warning.message)]
+    gathered = [meeting.scope for meeting in whole.meetings if meeting.conversion == "gather"]
+    assert not gathered or gathered == ["rnn/CheckSeqLen"]  # lengths, by which all towers take as many steps
+
+
+@pytest.mark.parametrize("name,is_known", covering(sorted(TOGETHER), [True, False], one_in=2))
+def test_what_takes_examples_together_is_the_whole_batchs_and_is_said_of_plain_towers(name, is_known):
+    assert_equals_one_batch(towers.whole_batch(model_of(TOGETHER[name], is_known)), BATCH, 3, sizes=[5, 1, 6], steps=2)
+    with pytest.warns(towers.TowersWarning):
+        assert_differs(model_of(TOGETHER[name], is_known))
+
+
+def assert_differs(model_fn):
+    with pytest.raises(AssertionError):
+        assert_equals_one_batch(model_fn, BATCH, 2, sizes=[7, 5], steps=2)
+
+
+def test_batch_norms_of_flattened_steps_are_synced():
+    def form(h, _):
+        return tf.tanh(tf.layers.batch_normalization(flat(projected(h)), training=True))
+    assert_equals_one_batch(tf_syncbn.convert_model(model_of(form, False)), BATCH, 2, sizes=[7, 5], steps=2)
+
+
+def test_flattened_steps_are_handed_out_as_the_whole_batchs():
+    def model_fn(x, lengths):
+        h = tf.transpose(tf.placeholder_with_default(x, [None, None, WIDTH]), [1, 0, 2])
+        return {"loss": tf.reduce_mean(projected(h)), "flat": flat(h)}
+
+    inputs = [tf.constant(part) for part in BATCH]
+    replicas = towers.TowerBuilder(["/cpu:0"] * 2).build(towers.whole_batch(model_fn), towers.PerTower(
+        [tuple(x[:7] for x in inputs), tuple(x[7:] for x in inputs)]))
+    with tf.Session() as session:
+        session.run(tf.global_variables_initializer())
+        merged = session.run(replicas.merged()["flat"])
+    np.testing.assert_array_equal(merged, BATCH[0].transpose([1, 0, 2]).reshape([-1, WIDTH]))
