@@ -16,8 +16,9 @@ LANES = {
 # Towers and layers under resource variables, and TensorFlow 2's control flow where there is that; examples depend on neither.
 LIBRARY_TESTS = ["tests", "--ignore=tests/examples"]
 HELD = "not once and not sweep"
-# Under resource variables, with control flow 2, the lane between the oldest TensorFlow and the newest runs what follows variables
-# and control flow, and the laws. In the other behaviour it runs `make test`'s cases of the rest, but for what it shares with both
+FIRST_CASES = HELD + " and not laws"
+# The lane between the oldest TensorFlow and the newest runs `make test`'s cases: under resource variables and control flow 2 of
+# what follows variables and control flow, and of the laws; in the other behaviour of the rest, but for what it shares with both
 # other lanes: examples, processes, threads, warnings, and how batch norms by hand are found. The oldest, which has not that
 # control flow, leaves the longest of them to its run in the other behaviour.
 BETWEEN = "tf2-keras2"
@@ -32,6 +33,9 @@ LEFT_TO_OTHERS = (
     "worker_failures")
 
 
+# Whose laws follow our own rules more than TensorFlow: the oldest lane runs `make test`'s cases of these folders.
+OF_OWN_RULES = ("api", "batches", "examples", "graph", "meeting", "plain_towers", "project")
+
 # What takes minutes, and follows the rules more than TensorFlow: run by hand in the lanes beside the machine's own.
 BY_HAND = ("sharding_rules", "whole_batch_forms")
 
@@ -43,13 +47,17 @@ def files(names):
 
 
 def tests_of(lane):
-    """Returns pytest's arguments for a lane, a pair of lists: for the behaviour of TensorFlow 1, and for that of 2."""
+    """Returns what a lane runs, a list of pairs: a behaviour of TensorFlow, and pytest's arguments."""
     if lane == BETWEEN:
         ignored = files(OF_RESOURCES + LAWS + LEFT_TO_OTHERS + BY_HAND)
-        return (["-m", HELD + " and not laws"] + LIBRARY_TESTS + ["--ignore=" + path for path in ignored],
-                ["-m", HELD] + files(OF_RESOURCES + LAWS))
-    chosen = ["-m", HELD] + ["--ignore=" + path for path in files(BY_HAND)]
-    return chosen + ["tests"], ["-m", HELD] + files(OF_RESOURCES) if lane == "tf1" else chosen + LIBRARY_TESTS
+        return [("v1", ["-m", FIRST_CASES] + LIBRARY_TESTS + ["--ignore=" + path for path in ignored]),
+                ("graph", ["-m", FIRST_CASES] + files(OF_RESOURCES + LAWS))]
+    chosen = ["-m", HELD, "tests"] + ["--ignore=" + path for path in files(BY_HAND)]
+    if lane == "tf1":
+        folders = ["tests/" + folder for folder in OF_OWN_RULES]
+        return [("v1", chosen + ["--ignore=" + folder for folder in folders]), ("v1", ["-m", FIRST_CASES] + folders),
+                ("graph", ["-m", HELD] + files(OF_RESOURCES))]
+    return [("v1", chosen), ("graph", chosen + ["--ignore=tests/examples"])]
 
 
 def first_installed(versions):
@@ -64,9 +72,9 @@ def first_installed(versions):
 def test_lane(session, requirements, tests):
     """Installs the project and one TensorFlow, and runs the tests but those that are alike with each TensorFlow."""
     session.install(".[test]", *requirements)
-    for behaviour, paths in zip(("v1", "graph"), tests):
+    for behaviour, paths in tests:
         session.run("python", "-m", "pytest", *paths, *session.posargs,
-                    env={"TOWERS_TEST_BEHAVIOUR": behaviour})
+                    env={"TOWERS_TEST_BEHAVIOUR": behaviour, "TOWERS_TEST_LANE": session.name})
 
 
 for name, (versions, requirements) in LANES.items():

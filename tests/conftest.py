@@ -45,9 +45,11 @@ collect_ignore_glob = ["*/test_%s.py" % name for name in _ONCE] if BEHAVIOUR == 
 _OF_QUICK = 4
 _QUICK = {"api", "batches", "devices", "plain_towers", "state", "test_exchange.py", "test_kernels.py"}
 
-# Cases a property is tried on: few in a test run, as many as HYPOTHESIS_CASES says when it matters.
+# Cases a property is tried on: few in a test run, the first of these in lanes that run beside another, and as many as
+# HYPOTHESIS_CASES says when it matters.
+_IS_FIRST_LANE = BEHAVIOUR == "v1" and os.environ.get("TOWERS_TEST_LANE", "first") == "first"
 hypothesis.settings.register_profile(
-    "towers", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_CASES", 25)), print_blob=True,
+    "towers", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_CASES", 25 if _IS_FIRST_LANE else 10)), print_blob=True,
     suppress_health_check=list(hypothesis.HealthCheck), derandomize="HYPOTHESIS_CASES" not in os.environ)
 hypothesis.settings.load_profile("towers")
 

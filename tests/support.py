@@ -2,8 +2,10 @@
 import contextlib
 import importlib
 import inspect
+import os
 
 import numpy as np
+import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
@@ -29,6 +31,10 @@ def public_functions(module):
             member = member.fget if isinstance(member, property) else member
             if inspect.isfunction(member) and (not key.startswith("_") or key in ("__init__", "__getitem__", "__iter__")):
                 yield "%s.%s" % (name, key), member
+
+
+# In a process of its own, which chooses a behaviour of TensorFlow itself.
+own_process = pytest.mark.skipif(os.environ.get("TOWERS_TEST_BEHAVIOUR") == "graph", reason="runs in the other behaviour")
 
 
 def has_tf_layers():

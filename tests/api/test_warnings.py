@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from tests.processes import ROOT, run_forks
-from tests.support import build
+from tests.support import build, own_process
 
 # TensorFlow warns when it is imported, and of its own code later: it is imported before warnings are noted, and those count that
 # stand by one of our files, or are logged of one. What is deprecated TensorFlow logs by the file that calls it.
@@ -75,6 +75,7 @@ BUILD = """
 """
 
 
+@own_process
 @pytest.mark.laws
 def test_importing_and_training_a_synced_model_warns_of_nothing(tmp_path):
     programs = []

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tf_syncbn
-from tests.support import has_tf_layers
+from tests.support import has_tf_layers, own_process
 from tf_syncbn.checkpoints import assignment_map, convert, rename
 from tf_syncbn.checkpoints.__main__ import main
 
@@ -490,6 +490,7 @@ def test_a_broken_checkpoint_is_one_sentence_and_nothing_is_written(tmp_path, ca
     assert not list(tmp_path.glob("new*"))
 
 
+@own_process
 @pytest.mark.laws
 def test_runs_as_a_module_without_a_warning(tmp_path):
     path = write(tmp_path / "model", floats("bn/mean/EMA"))

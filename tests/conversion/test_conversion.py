@@ -671,8 +671,7 @@ def test_moments_in_the_branch_that_trains_are_those_of_all_towers(mode, resourc
 
 @pytest.mark.skipif(not IS_TF1, reason="only TensorFlow 1 has tf.contrib")
 @pytest.mark.skipif(tf.control_flow_v2_enabled(), reason="branches are functions there, and refused")
-@pytest.mark.parametrize("kwargs", [{}, {"zero_debias_moving_mean": True}, {"fused": False}])
-@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("kwargs, mode", covering([{}, {"zero_debias_moving_mean": True}, {"fused": False}], [True, False]))
 def test_layers_that_are_made_in_both_branches_of_their_own_mode_train_as_one_tower_does(mode, kwargs):
     """As the networks for CIFAR-10 do that wrap contrib's layer in a tf.cond by the mode that the layer itself is fed."""
     def layer(x, name, training):

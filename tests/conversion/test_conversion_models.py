@@ -142,7 +142,7 @@ def test_keras_applications_train_as_one_tower_does(name, count, num_towers, ker
     assert len(layers) == count == model_fn.layers
 
 
-@needs_keras_2
+@on_keras_2
 @once
 def test_fused_layers_of_a_keras_application_train_as_one_tower_does_and_unconverted_ones_do_not():
     model_fn, batch = keras_model("MobileNetV2", 32), batch_of(32, np.float32)
@@ -153,7 +153,6 @@ def test_fused_layers_of_a_keras_application_train_as_one_tower_does_and_unconve
 
 @needs_keras_2
 @once
-@pytest.mark.parametrize("num_towers", [2, 3])
-@pytest.mark.parametrize("dtype, kind", [(np.float32, "fused"), (np.float64, "moments")])
+@pytest.mark.parametrize("num_towers, dtype, kind", [(2, np.float32, "fused"), (3, np.float64, "moments")])
 def test_a_resnet_of_tf_layers_trains_as_one_tower_does(num_towers, dtype, kind):
     assert len(assert_converted_trains_as_one(layers_resnet, batch_of(32, dtype), num_towers, kind)) == 9

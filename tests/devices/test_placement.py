@@ -7,7 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from tests.support import build, cpus, run
+from tests.support import build, cpus, own_process, run
 
 
 @pytest.mark.parametrize("devices,error,message", [
@@ -108,6 +108,7 @@ def test_builds_add_one_op_a_kind_of_device_that_names_the_cure(devices, cured):
     assert names == ["make_the_Session_by_towers.session_config/" + name for name in cured]
 
 
+@own_process
 @pytest.mark.laws
 def test_session_without_the_towers_devices_fails_by_the_name_of_the_cure():
     program = """
@@ -162,6 +163,7 @@ def test_session_config_makes_the_cpu_devices_exist_and_keeps_what_it_was_given(
     assert towers.session_config(["/gpu:0", "/gpu:7"]).device_count["CPU"] == 1
 
 
+@own_process
 @pytest.mark.laws
 def test_looking_for_devices_starts_no_runtime_and_cpu_devices_exist_in_the_first_session():
     # Once a runtime has started, which takes the GPUs' memory, visible devices can't be set any more; the first session of a

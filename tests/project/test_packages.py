@@ -36,7 +36,7 @@ ORDER = {
         *wing("workers",
               "cluster collectives step_numbers watchdog gradient_sums variables peers sessions plain one_client connection"),
         "sharding.placements", "sharding.nodes", "sharding.bodies",
-        *wing("sharding.rules", RULES), "sharding.rules.asked", "sharding.rules.powers",
+        *wing("sharding.rules", RULES), *wing("sharding.rules.plain", "loops numbers table"), "sharding.rules.powers",
         *wing("sharding.plan",
               "own_gradients facts loops sums propagation gradient_functions row_loops guesses twin pairing given"),
         *wing("sharding.rewrite", "blocks conversions carrying rewriting writes outputs joining"),

@@ -1,4 +1,4 @@
-"""Steps in front of the examples, and nobody knows how many: what flattens them and takes them apart again stays each tower's own."""
+"""Steps in front of the examples, nobody knows how many: what flattens them and takes them apart again stays each tower's own."""
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf

@@ -4,8 +4,6 @@ Where a batch has a known size, Python's numbers are constants in the graph, and
 shape is made of, a constant that `tf.shape` became, a loop of Python's with as many turns as the tower has examples. What a guess
 is wrong about is said or not said in a warning, and changes no number.
 """
-import collections
-
 import numpy as np
 import tensorflow.compat.v1 as tf
 
@@ -17,7 +15,7 @@ from towers.sharding.nodes import Decision
 from towers.sharding.placements import BATCH, Additive, OneRow, Shard, Size, size_of
 from towers.sharding.plan.facts import Facts
 from towers.sharding.plan.row_loops import JOINS, join_of, own_of_turns, parts_of
-from towers.sharding.rules.asked import ASKED_RULES, UNKNOWN_RULE
+from towers.sharding.rules.plain.table import PLAIN_RULES, UNKNOWN_RULE
 from towers.sharding.rules.single_rows import takes_row_of
 
 __all__ = ["Guesses"]
@@ -51,15 +49,15 @@ class Guesses(Facts):
     is_only_asked, of_unknown = True, UNKNOWN_RULE
 
     def __init__(self, given, whole=None, num_rows=None, layers=None, ops=(), outer=None, is_whole=False, handed_on=None):
-        super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=ASKED_RULES,
+        super().__init__(given, whole or _NoTwin(), num_rows, layers, outer=outer, is_whole=is_whole, rules=PLAIN_RULES,
                          follows_turns=True)
         self.handed_on = handed_on or {}
         self._turns, self._joins, self._varying, self._counts, self._of_variables = ({}, {}, set(), {num_rows}, {
             tuple(variable.shape.as_list()) for variable in tf.global_variables() if variable.shape.rank}) if outer is None else (
                 outer._turns, outer._joins, outer._varying, outer._counts, outer._of_variables)
-        self._in_scopes = collections.defaultdict(list)
+        self._in_scopes = {}
         for op in ops:
-            self._in_scopes[op.name.rpartition("/")[0]].append(op)
+            self._in_scopes.setdefault(op.name.rpartition("/")[0], []).append(op)
         for op in sorted((op for op in ops if op.type in JOINS), key=position_of, reverse=True):
             if op not in self._joins:
                 self._find_turns(op)
@@ -179,7 +177,7 @@ class Guesses(Facts):
         That is, in a gradient, what the forward op takes, or what was made in the same scope. -1 stands for a size not known.
         """
         forward, dims = forward_op_of(op), [None if size == -1 else size for size in dims]
-        beside = [output for other in self._in_scopes[op.name.rpartition("/")[0]] for output in other.outputs]
+        beside = [output for other in self._in_scopes.get(op.name.rpartition("/")[0], ()) for output in other.outputs]
         for output in ([] if forward is None else list(forward.inputs)) + beside:
             if self._has_rows(output) and output.shape.as_list() == dims:
                 placement = self.placements[end_of(output)]

@@ -1,0 +1,98 @@
+"""Numbers of a plain tower's own rows: how they are made, and what takes rows by them."""
+import dataclasses
+
+import numpy as np
+
+from towers.graph.static_values import static_value
+from towers.sharding.nodes import Numbered
+from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Shard, Size
+from towers.sharding.rules.pointwise import along_rows
+from towers.sharding.rules.table import RULES
+
+__all__ = ["by_numbers", "columns", "counted", "of_own_rows", "segments", "times_of_numbers"]
+
+
+def _take_for_numbers(node):
+    """Lets constants that count the tower's examples, 0, 1, 2 or 0, 6, 12, be numbers of rows where they lie beside rows."""
+    rows = [value for value in node.inputs if type(value.placement) is Shard]
+    if not rows or rows[0].placement.rows != BATCH or rows[0].placement.times != 1 or not rows[0].dtype.is_integer:
+        return
+    behind = rows[0].rank - rows[0].placement.axis
+    for value in node.inputs:
+        known = value.const()
+        if known is None or known.dtype.kind != "i" or known.ndim < behind or known.shape[-behind] != node.context.num_rows:
+            continue
+        axis = known.ndim - behind
+        counted = np.moveaxis(known, axis, -1)
+        step = counted.ravel()[1] if known.shape[axis] > 1 else 0
+        if step > 0 and np.array_equal(counted, np.broadcast_to(np.arange(known.shape[axis]) * step, counted.shape)):
+            value.placement = RowNumbers(axis, BATCH, 1, Additive(int(step), BATCH), None)
+
+
+def columns(node):
+    """Numbers of rows beside other columns, all of them a constant perhaps."""
+    _take_for_numbers(node)
+    return RULES[node.type].function(node)
+
+
+def of_own_rows(node):
+    """What is added to numbers of rows numbers rows of the same example: `range(n) * length + place`."""
+    _take_for_numbers(node)
+    numbers = node.of(RowNumbers)
+    if len(numbers) != 1 or not node.outputs[0].dtype.is_integer or node.type == "Sub" and numbers[0] or not node.all(
+            RowNumbers, Shard, Replicate):
+        return RULES[node.type].function(node)
+    placement, other = node.inputs[numbers[0]].placement, node.inputs[1 - numbers[0]]
+    (wants, found), added = along_rows(node), other.const()
+    if added is not None and placement.offset is not None:
+        added = placement.offset + (-added if node.type == "Sub" else added)
+        is_own = not placement.of.times or np.min(added) >= 0 and np.max(added) < placement.spacing
+    else:
+        is_own = isinstance(other.placement, Shard) or placement.offset is None or not placement.of.times
+    if placement.column is not None or wants != {numbers[0]: Numbered()} or not is_own:
+        return RULES[node.type].function(node)
+    return node.decide(dataclasses.replace(placement, axis=found.axis, times=found.times, offset=None))
+
+
+def times_of_numbers(node):
+    """Numbers of rows times how many an example has, though nobody knows how many these are."""
+    k = next(iter(node.of(RowNumbers)), None)
+    if k is None or not node.outputs[0].dtype.is_integer:
+        return RULES[node.type].function(node)
+    numbers, factor = node.inputs[k].placement, node.inputs[1 - k]
+    if factor.tensor.op.type == "Fill" and static_value(factor.tensor.op.inputs[1]) == 1:  # as tf.meshgrid has it
+        wants, found = along_rows(node)
+        return node.decide(dataclasses.replace(numbers, axis=found.axis, times=found.times)) if wants.get(
+            k) == Numbered() else RULES[node.type].function(node)
+    if not isinstance(factor.placement, Replicate) or factor.rank or factor.const() is not None:
+        return RULES[node.type].function(node)
+    return node.decide(dataclasses.replace(numbers, of=numbers.of._replace(times=None)))
+
+
+def counted(node):
+    """Numbers of as many rows as there are, though nobody knows how many an example has."""
+    start, limit, step = node.inputs
+    of = limit.elements()[()] if isinstance(limit.placement, Size) else None
+    if isinstance(of, Additive) and of.times is None and start.const() == 0 and step.const() == 1:
+        return node.decide(RowNumbers(0, of.rows, None, of, (limit.tensor, None)))
+    return RULES["Range"].function(node)
+
+
+def by_numbers(node):
+    """Rows taken by numbers of a tower's own, where it is not known how many an example has."""
+    rows, numbers = (value.placement for value in node.inputs[:2])
+    if isinstance(numbers, RowNumbers) and isinstance(rows, Shard) and numbers.of.rows == rows.rows and (
+            None in (numbers.of.times, rows.times)):
+        node.inputs[0].placement = dataclasses.replace(rows, times=rows.times or numbers.of.times or 1)
+        node.inputs[1].placement = dataclasses.replace(
+            numbers, of=numbers.of._replace(times=node.inputs[0].placement.times))
+    return RULES[node.type].function(node)
+
+
+def segments(node):
+    """Rows added up by the numbers of their examples."""
+    rows, numbers = (value.placement for value in node.inputs[:2])
+    if type(rows) is Shard and isinstance(numbers, RowNumbers) and numbers.column is None and rows.axis == numbers.axis == 0 and (
+            numbers.rows == numbers.of.rows):
+        return node.decide(Shard(0, numbers.of.rows, numbers.of.times))
+    return RULES[node.type].function(node)
