@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 import towers
 from tests.plain_towers import test_public_forms as forms
 from tests.support import build
+from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
 RNG = np.random.RandomState(0)
@@ -81,6 +82,26 @@ def test_towers_need_not_meet_about_the_gradient_of_each_example(name, known):
         assert_equals_one_batch(whole, (forms.BATCH[0][:5],), 2, sizes=[3, 2], steps=2)
     are_gathered = name == "tf.batch_gather"  # rows that an example may take of others
     assert are_gathered or not [meeting for meeting in whole.meetings if meeting.conversion == "gather"]
+
+
+OWN_NUMBERS = ["a grid", "bins", "the last step, by a constant beside it", "the last step, by a constant in front of it",
+               "the last step, by numbers of rows beside it", "tf.gather_nd in batches", "tf.math.segment_mean",
+               "tf.math.segment_sum", "tf.nn.ctc_loss"]
+
+
+@pytest.mark.parametrize("name,known", covering(OWN_NUMBERS, [True, False], one_in=3))
+def test_towers_need_not_meet_about_rows_that_are_taken_by_the_numbers_of_their_own(name, known):
+    whole = towers.whole_batch(forms.form(name) if known else forms.of_unknown_size(forms.form(name)))
+    assert_equals_one_batch(whole, forms.BATCH, 3, sizes=[8, 1, 6], steps=2)
+    assert not [meeting for meeting in whole.meetings if meeting.conversion == "gather"]
+
+
+def test_a_constant_that_numbers_examples_is_the_whole_batchs_where_it_is_a_value():
+    def model_fn(x):
+        numbers = np.arange(int(x.shape[0]), dtype=np.int32)
+        x = x[:, 0, 0] * weights(1) * numbers.astype(np.float64)
+        return tf.reduce_mean(tf.sin(x + tf.cast(tf.constant(3 * numbers), x.dtype)))
+    assert_equals_one_batch(towers.whole_batch(model_fn), (X,), 3, sizes=[2, 1, len(X) - 3], steps=2)
 
 
 def by_steps(h, lengths):

@@ -2,7 +2,7 @@
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-__all__ = ["comes_to", "computed", "filling_of", "static_value"]
+__all__ = ["comes_to", "computed", "filling_of", "static_value", "step_along"]
 
 _COMPUTES = {"Add": np.add, "AddV2": np.add, "Cast": np.asarray,
              "ConcatV2": lambda *values: np.concatenate(values[:-1], values[-1]),
@@ -37,6 +37,13 @@ def computed(op, values):
         return np.stack(values, op.get_attr("axis"))
     values = values + [op.get_attr("keep_dims")] if op.type == "Prod" else values
     return np.asarray(_COMPUTES[op.type](*values), op.outputs[0].dtype.as_numpy_dtype)
+
+
+def step_along(array, axis):
+    """Returns by how much whole numbers grow from one entry to the next along an axis, 0 first; 0 where they do otherwise."""
+    along = np.moveaxis(array, axis, -1)
+    step = int(along.ravel()[1]) if array.dtype.kind == "i" and along.size and along.shape[-1] > 1 else 0
+    return step if step > 0 and np.array_equal(along, np.broadcast_to(np.arange(along.shape[-1]) * step, along.shape)) else 0
 
 
 def _is_computed(op):

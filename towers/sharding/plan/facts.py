@@ -5,10 +5,12 @@ from typing import Optional
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from towers.graph.static_values import step_along
 from towers.graph.walk import end_of
 from towers.sharding.bodies import Bodies
 from towers.sharding.nodes import Decision
-from towers.sharding.placements import BATCH, COMPUTED, Additive, OneRow, Replicate, Rows, Shard, Size, elements_of, size_of
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, OneRow, Replicate, RowNumbers, Rows, Shard, Size, elements_of,
+                                        size_of)
 from towers.sharding.rules.table import RULES, Rule
 
 __all__ = ["Facts"]
@@ -167,9 +169,12 @@ class Facts:
         return COMPUTED
 
     def _of_long_constant(self, op, own, whole, is_whole):
-        """A constant with an entry for each example: the same one for each, or else the whole batch's in every tower."""
+        """A constant with an entry for each example: its number, the same for each, or else the whole batch's in every tower."""
         differs = [axis for axis in range(whole.ndim) if own.ndim == whole.ndim and own.shape[axis] != whole.shape[axis]]
         axis, total = (differs or [None])[0], self._whole.num_rows
+        step = 0 if len(differs) != 1 or is_whole or whole.shape[axis] != total else step_along(whole, axis)
+        if step and np.array_equal(own, whole.take(range(self.num_rows or 0), axis)):
+            return Decision([RowNumbers(axis, BATCH, 1, Additive(step, BATCH), (op.outputs[0], axis))])
         if axis is not None and not is_whole and np.array_equal(whole, np.broadcast_to(whole.take([0], axis), whole.shape)) and (
                 whole.shape[axis] % total == 0 and own.shape[axis] == whole.shape[axis] // total * (self.num_rows or 0)):
             placement = Shard(axis, BATCH, whole.shape[axis] // total)

@@ -224,14 +224,26 @@ def product(node):
 
 
 def _multiplied_numbers(node):
-    """Numbers of the batch's examples times a whole number: each example's first of so many rows. None for other products."""
+    """Numbers of rows times 1, as `tf.meshgrid` has it, or of the batch's examples times a whole number: each one's first row.
+
+    None for other products.
+    """
     k = next(iter(node.of(RowNumbers)), None)
+    if k is not None and node.outputs[0].dtype.is_integer and _is_of_ones(node.inputs[1 - k].tensor):
+        wants, found = along_rows(node)
+        is_kept = wants.pop(k, None) == Numbered()
+        return node.decide(dataclasses.replace(node.inputs[k].placement, axis=found.axis, times=found.times), wants) if (
+            is_kept) else None
     of, factor = (None, None) if k is None else (node.inputs[k].placement, node.inputs[1 - k].const())
     if factor is None or np.ndim(factor) or not node.outputs[0].dtype.is_integer or factor < 1 or (
             of.column is not None or of.of.rows != BATCH or of.of.times is None):
         return None
     return node.decide(dataclasses.replace(of, of=Additive(of.of.times * int(factor), BATCH), offset=(
         None if of.offset is None else of.offset * int(factor))))
+
+
+def _is_of_ones(tensor):
+    return tensor.op.type == "Fill" and static_value(tensor.op.inputs[1]) == 1
 
 
 def with_whole(node, kept):

@@ -1,6 +1,6 @@
 """Ops that compute each example by itself, along axis 0 of the inputs that are numbered here, and hold none else of the batch."""
-from towers.sharding.nodes import Unfit
-from towers.sharding.placements import Additive, Blocks, Own, Replicate, Shard, Size, entries_of
+from towers.sharding.nodes import OwnRows, Unfit
+from towers.sharding.placements import Additive, Blocks, Own, Replicate, RowNumbers, Shard, Size, entries_of
 from towers.sharding.rules.movement import in_blocks, shape_wanted
 from towers.sharding.rules.table import rule
 
@@ -91,9 +91,17 @@ def reverse_sequence(node):
     return node.decide(placement)
 
 
-@rule("CTCLoss CTCLossV2", ROWS)
+@rule("CTCLoss CTCLossV2", ROWS + (RowNumbers,))
 def ctc(node):
-    raise Unfit()
+    """Each sequence's loss, [batch], and its gradient, [time, batch, classes], by labels of a SparseTensor, row by row."""
+    rows, numbers, labels, lengths = (value.placement for value in node.inputs)
+    if type(rows) is not Shard or rows.axis != 1 or not isinstance(numbers, RowNumbers) or not numbers.of.times or (
+            (numbers.of, numbers.offset, numbers.column or 0) != (Additive(rows.times, rows.rows), 0, 0)):
+        raise Unfit()
+    if getattr(labels, "rows", None) != numbers.rows or type(lengths) not in (Shard, Replicate):
+        raise Unfit()
+    wants = {3: OwnRows(0, (node.inputs[0].tensor, 1))} if isinstance(lengths, Replicate) else {}
+    return node.decide([Shard(0, rows.rows, rows.times), rows], wants)
 
 
 @rule("SpaceToBatchND BatchToSpaceND SpaceToBatch BatchToSpace", ROWS)

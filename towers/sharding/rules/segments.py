@@ -4,8 +4,6 @@ from towers.sharding.placements import Blocks, Partial, Replicate, RowNumbers, S
 from towers.sharding.rules.gathers import aligned
 from towers.sharding.rules.table import SUMS, rule
 
-__all__ = ["SORTED"]
-
 ROWS = (Shard, RowNumbers)
 
 
@@ -68,9 +66,15 @@ SparseSegmentSqrtN SparseSegmentSqrtNGrad SparseSegmentSqrtNWithNumSegments Spar
 SparseSegmentSumWithNumSegments""".split(), True))
 
 
-@rule(" ".join(SORTED), (Shard, Blocks) + SUMS)
+@rule(" ".join(SORTED), (Shard, Blocks, RowNumbers) + SUMS)
 def sorted_segments(node):
-    placement = node.inputs[0].placement
+    placement, numbers = (value.placement for value in node.inputs[:2])
+    is_of_rows = len(node.inputs) == 2 and type(placement) is Shard and isinstance(numbers, RowNumbers)
+    if is_of_rows and placement.axis == 0 and numbers.rows == numbers.of.rows and numbers.times and (
+            (numbers.of.times, numbers.offset, numbers.column) == (1, 0, None)):
+        return node.decide(Shard(0, numbers.of.rows, 1))  # each example has some rows, and the numbers are theirs
+    if isinstance(numbers, RowNumbers):
+        raise Unfit()
     if SORTED[node.type] and isinstance(placement, SUMS) or isinstance(placement, (Shard, Blocks)) and placement.axis:
         return node.decide(placement, node.wanted(range(1, len(node.inputs))))
     raise Unfit()

@@ -3,13 +3,13 @@ import dataclasses
 
 import numpy as np
 
-from towers.graph.static_values import static_value
+from towers.graph.static_values import step_along
 from towers.sharding.nodes import Numbered
 from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Shard, Size
 from towers.sharding.rules.pointwise import along_rows
 from towers.sharding.rules.table import RULES
 
-__all__ = ["by_numbers", "columns", "counted", "of_own_rows", "segments", "times_of_numbers"]
+__all__ = ["by_numbers", "columns", "counted", "of_own_rows", "times_of_numbers"]
 
 
 def _take_for_numbers(node):
@@ -20,13 +20,11 @@ def _take_for_numbers(node):
     behind = rows[0].rank - rows[0].placement.axis
     for value in node.inputs:
         known = value.const()
-        if known is None or known.dtype.kind != "i" or known.ndim < behind or known.shape[-behind] != node.context.num_rows:
+        if known is None or known.ndim < behind or known.shape[-behind] != node.context.num_rows:
             continue
-        axis = known.ndim - behind
-        counted = np.moveaxis(known, axis, -1)
-        step = counted.ravel()[1] if known.shape[axis] > 1 else 0
-        if step > 0 and np.array_equal(counted, np.broadcast_to(np.arange(known.shape[axis]) * step, counted.shape)):
-            value.placement = RowNumbers(axis, BATCH, 1, Additive(int(step), BATCH), None)
+        step = step_along(known, known.ndim - behind)
+        if step:
+            value.placement = RowNumbers(known.ndim - behind, BATCH, 1, Additive(step, BATCH), None)
 
 
 def columns(node):
@@ -60,10 +58,6 @@ def times_of_numbers(node):
     if k is None or not node.outputs[0].dtype.is_integer:
         return RULES[node.type].function(node)
     numbers, factor = node.inputs[k].placement, node.inputs[1 - k]
-    if factor.tensor.op.type == "Fill" and static_value(factor.tensor.op.inputs[1]) == 1:  # as tf.meshgrid has it
-        wants, found = along_rows(node)
-        return node.decide(dataclasses.replace(numbers, axis=found.axis, times=found.times)) if wants.get(
-            k) == Numbered() else RULES[node.type].function(node)
     if not isinstance(factor.placement, Replicate) or factor.rank or factor.const() is not None:
         return RULES[node.type].function(node)
     return node.decide(dataclasses.replace(numbers, of=numbers.of._replace(times=None)))
@@ -86,13 +80,4 @@ def by_numbers(node):
         node.inputs[0].placement = dataclasses.replace(rows, times=rows.times or numbers.of.times or 1)
         node.inputs[1].placement = dataclasses.replace(
             numbers, of=numbers.of._replace(times=node.inputs[0].placement.times))
-    return RULES[node.type].function(node)
-
-
-def segments(node):
-    """Rows added up by the numbers of their examples."""
-    rows, numbers = (value.placement for value in node.inputs[:2])
-    if type(rows) is Shard and isinstance(numbers, RowNumbers) and numbers.column is None and rows.axis == numbers.axis == 0 and (
-            numbers.rows == numbers.of.rows):
-        return node.decide(Shard(0, numbers.of.rows, numbers.of.times))
     return RULES[node.type].function(node)

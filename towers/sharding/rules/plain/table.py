@@ -7,8 +7,7 @@ from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, R
 from towers.sharding.rules.gathers import where
 from towers.sharding.rules.movement import known_product
 from towers.sharding.rules.plain.loops import until_the_last
-from towers.sharding.rules.plain.numbers import by_numbers, columns, counted, of_own_rows, segments, times_of_numbers
-from towers.sharding.rules.segments import SORTED
+from towers.sharding.rules.plain.numbers import by_numbers, columns, counted, of_own_rows, times_of_numbers
 from towers.sharding.rules.sizes import SAMPLERS
 from towers.sharding.rules.table import ANY, RULES, Rule
 
@@ -62,14 +61,6 @@ def _groups(node):
     return node.decide(Shard(0, rows.rows, None))
 
 
-def _ctc(node):
-    """Each sequence's loss, [batch], and its gradient, [time, batch, classes]; labels are a SparseTensor's, row by row."""
-    rows, numbers = (value.placement for value in node.inputs[:2])
-    if type(rows) is Shard and rows.axis == 1 and isinstance(numbers, RowNumbers) and not numbers.column:
-        return node.decide([Shard(0, rows.rows, rows.times), rows])
-    return node.replicated()
-
-
 class _Beside(NamedTuple):
     """Rows of the tower's own, and behind them some that all towers have alike: classes that are drawn, say.
 
@@ -106,12 +97,10 @@ def _hits(node):
 PLAIN_RULES = dict(RULES, Unique=Rule(_unique, frozenset([Shard])), UniqueV2=Rule(_unique, frozenset([Shard])),
                    ConcatV2=Rule(_put_beside, RULES["ConcatV2"].knows), Slice=Rule(_taken_from_beside, RULES["Slice"].knows),
                    **{name: Rule(until_the_last, RULES[name].knows) for name in ("All", "Any", "Max", "Min")},
-                   **dict.fromkeys(("CTCLoss", "CTCLossV2"), Rule(_ctc, frozenset([Shard, RowNumbers]))),
                    Pack=Rule(columns, RULES["Pack"].knows), Range=Rule(counted, RULES["Range"].knows),
                    Reshape=Rule(_groups, RULES["Reshape"].knows),
                    ComputeAccidentalHits=Rule(_hits, frozenset([Shard])),
                    Where=Rule(_one_of_each, RULES["Where"].knows), Mul=Rule(times_of_numbers, RULES["Mul"].knows),
                    **{name: Rule(of_own_rows, RULES[name].knows) for name in ("Add", "AddV2", "Sub")},
                    **{name: Rule(by_numbers, RULES[name].knows) for name in ("Gather", "GatherV2")},
-                   **{name: Rule(segments, RULES[name].knows | {RowNumbers}) for name in SORTED if name.startswith("Segment")},
                    **dict.fromkeys(SAMPLERS.split(), UNKNOWN_RULE))
