@@ -80,7 +80,8 @@ def test_towers_need_not_meet_about_the_gradient_of_each_example(name, known):
     with warnings.catch_warnings():
         warnings.simplefilter("error", towers.TowersWarning)
         assert_equals_one_batch(whole, (forms.BATCH[0][:5],), 2, sizes=[3, 2], steps=2)
-    are_gathered = name == "tf.batch_gather"  # rows that an example may take of others
+    # Rows that an example may take of others; and TensorFlow 1.15 knows less of what tf.sort makes.
+    are_gathered = name == "tf.batch_gather" or name == "tf.sort" and not known and tf.__version__.startswith("1.")
     assert are_gathered or not [meeting for meeting in whole.meetings if meeting.conversion == "gather"]
 
 
