@@ -151,7 +151,7 @@ class Node:
       through: a function of the arguments of `Facts.within` that returns the `Plan` of a body that the op calls.
     """
 
-    is_over_rows = False  # of a loop of control flow 2, see `towers.sharding.rules.turns`
+    is_over_rows = False  # of a loop of control flow 2, see `towers.sharding.rules.loops.turns`
 
     def __init__(self, op, placements, context, through):
         self.op, self.type, self.context, self.through = op, op.type, context, through

@@ -29,7 +29,7 @@ class Facts:
       outer: `Facts` of what calls a function, where these are of the function.
       is_whole: whether all that a function takes is the whole batch's.
       rules: dict from types of ops to `towers.sharding.rules.table.Rule`.
-      follows_turns: whether loops over the examples stay each tower's own, see `towers.sharding.rules.turns`.
+      follows_turns: whether loops over the examples stay each tower's own, see `towers.sharding.rules.loops.turns`.
 
     Attributes:
       bodies: `towers.sharding.bodies.Bodies`.

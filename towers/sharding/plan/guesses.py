@@ -15,8 +15,8 @@ from towers.sharding.nodes import Decision
 from towers.sharding.placements import BATCH, Additive, OneRow, Shard, Size, size_of
 from towers.sharding.plan.facts import Facts
 from towers.sharding.plan.row_loops import JOINS, join_of, own_of_turns, parts_of
+from towers.sharding.rules.loops.single_rows import takes_row_of
 from towers.sharding.rules.plain.table import PLAIN_RULES, UNKNOWN_RULE
-from towers.sharding.rules.single_rows import takes_row_of
 
 __all__ = ["Guesses"]
 

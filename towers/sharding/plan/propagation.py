@@ -18,8 +18,8 @@ from towers.sharding.placements import (BATCH, Blocks, InTurn, Listed, OneRow, O
 from towers.sharding.plan.loops import meeting_loops, wanted_at_entry, writers_of
 from towers.sharding.plan.own_gradients import OwnGradients
 from towers.sharding.plan.sums import met_at_source
-from towers.sharding.rules.in_turn import refuse_other_states
-from towers.sharding.rules.single_rows import constant_of_a_turn
+from towers.sharding.rules.loops.in_turn import refuse_other_states
+from towers.sharding.rules.loops.single_rows import constant_of_a_turn
 from towers.sharding.rules.table import decide
 
 __all__ = ["Plan", "propagate", "propagate_with_turns"]

@@ -10,7 +10,7 @@ from towers.graph.walk import end_of, writes_of
 from towers.sharding.bodies import is_stateful
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, ShapeOf
 from towers.sharding.placements import Replicate
-from towers.sharding.rules.functions import READS, Carried, is_counted, is_made_within
+from towers.sharding.rules.control_flow.inner import READS, Carried, is_counted, is_made_within
 
 __all__ = ["carry_out"]
 

@@ -8,11 +8,12 @@ import numpy as np
 from towers.sharding.nodes import Numbered, OwnRows, Unfit
 from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Partial, Replicate, RowNumbers, Rows, Shard, Size,
                                         moved, size_of)
-from towers.sharding.rules.movement import is_of_size
+from towers.sharding.rules.arithmetic import is_of_size
+from towers.sharding.rules.loops.single_rows import row_taken
+from towers.sharding.rules.loops.turns import takes_its_row
+
 from towers.sharding.rules.reductions import own_rows_of
-from towers.sharding.rules.single_rows import row_taken
 from towers.sharding.rules.table import SUMS, rule
-from towers.sharding.rules.turns import takes_its_row
 
 __all__ = ["aligned"]
 

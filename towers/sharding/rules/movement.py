@@ -6,17 +6,13 @@ import numpy as np
 from towers.sharding.nodes import ShapeOf, Unfit
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, OneRow, Replicate, RowNumbers, Shard, Size, moved,
                                         size_of)
+from towers.sharding.rules.arithmetic import is_of_size
 from towers.sharding.rules.pointwise import along_rows, jointly_linear
 from towers.sharding.rules.table import SUMS, rule
 
-__all__ = ["first_additive", "in_blocks", "is_of_size", "kept", "known_product", "shape_wanted"]
+__all__ = ["first_additive", "in_blocks", "kept", "known_product", "shape_wanted"]
 
 ROWS = (Shard, Blocks, RowNumbers)
-
-
-def is_of_size(element):
-    """Tells whether an element of a `Size` depends on sizes of the batch."""
-    return isinstance(element, Additive) or element is COMPUTED
 
 
 def in_blocks(placement, axis, outer, times):

@@ -1,6 +1,5 @@
 """Ops that compute each element by itself, their inputs aligned by broadcasting from the last axis on."""
 import dataclasses
-import operator
 
 import numpy as np
 import tensorflow.compat.v1 as tf
@@ -9,6 +8,7 @@ from towers.graph.static_values import static_value
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, Unfit
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Listed, Partial, PartialMean, Replicate, RowNumbers,
                                         Shard, Size, size_of)
+from towers.sharding.rules.arithmetic import is_of_size, of_sizes
 from towers.sharding.rules.table import ANY, SUMS, rule
 
 __all__ = ["along_rows", "jointly_linear"]
@@ -130,7 +130,7 @@ def cast(node):
         if not keeps or target == tf.bool:
             raise Unfit()
     if isinstance(placement, Size) and (target == tf.bool or source.is_floating and not target.is_floating):
-        return node.decide(size_of(_of_numbers(lambda x: COMPUTED, [placement.array()])))
+        return node.decide(size_of(np.full(placement.shape, COMPUTED, object)))
     if isinstance(placement, RowNumbers) and target == tf.bool:
         return node.decide(*reversed(along_rows(node)))
     return node.decide(placement)
@@ -310,9 +310,9 @@ def pointwise(node):
         arrays = [value.elements() for value in node.inputs]
         if any(array is None for array in arrays) or _is_of_data(node):
             raise Unfit()
-        found = _of_numbers(SIZES.get(node.type, _computed), arrays)
+        found = of_sizes(node.type, arrays)
         flat = [found[index] for index in np.ndindex(found.shape)]
-        if node.type == "FloorDiv" and not any(map(_is_of_size, flat)) and None in flat and set(flat) != {None}:
+        if node.type == "FloorDiv" and not any(map(is_of_size, flat)) and None in flat and set(flat) != {None}:
             return node.decide(Size(tuple(flat), found.shape))  # a number of rows by itself is 1, and not in a tower of none
         return node.decide(size_of(found))
     raise Unfit()
@@ -322,94 +322,3 @@ def _is_of_data(node):
     """Tells whether a size is computed with what is no size and no constant: that is no shape, so the number is wanted."""
     return not node.outputs[0].dtype.is_integer and any(
         isinstance(value.placement, Replicate) and value.const() is None for value in node.inputs)
-
-
-def _of_numbers(function, arrays):
-    """Applies a function to the elements of arrays of objects, broadcast."""
-    arrays = np.broadcast_arrays(*arrays)
-    found = np.empty(arrays[0].shape, object)
-    for index in np.ndindex(found.shape):
-        found[index] = function(*[array[index] for array in arrays])
-    return found
-
-
-def _is_of_size(element):
-    return isinstance(element, Additive) or element is COMPUTED
-
-
-def _computed(*elements):
-    """Returns what is computed of elements in no special way: it is of a size if one of them is."""
-    return COMPUTED if any(map(_is_of_size, elements)) else None
-
-
-def _by(function):
-    def of_pair(a, b):
-        if _is_of_size(a) or _is_of_size(b) or a is None or b is None:
-            return _computed(a, b)
-        return function(a, b)
-    return of_pair
-
-
-def _times(a, b):
-    for number, other in ((a, b), (b, a)):
-        if isinstance(other, Additive) and not _is_of_size(number):
-            if number == 0:
-                return 0
-            is_known = number is not None and other.times is not None and _is_exact(number)
-            return other._replace(times=number * other.times if is_known else None)
-    return _by(operator.mul)(a, b)
-
-
-def _is_exact(number):
-    """Tells whether sizes are multiplied by a number without rounding: 0.7 * 6 a row, of five rows, is not 0.7 * 30."""
-    return isinstance(number, int) or isinstance(number, float) and (number * 1024).is_integer()
-
-
-def _plus(a, b):
-    if isinstance(a, Additive) and isinstance(b, Additive) and a.rows == b.rows and not (a.is_raised or b.is_raised):
-        return Additive(None if None in (a.times, b.times) else a.times + b.times, a.rows)
-    if isinstance(a, Additive) and isinstance(b, (int, float)) and b == 0:
-        return a
-    if isinstance(b, Additive) and isinstance(a, (int, float)) and a == 0:
-        return b
-    return _by(operator.add)(a, b)
-
-
-def _minus(a, b):
-    if isinstance(a, Additive) and isinstance(b, Additive) and a[1:] == b[1:] and None not in (a.times, b.times):
-        return 0 if a.times == b.times else COMPUTED if a.times < b.times or a.is_raised else Additive(a.times - b.times, a.rows)
-    if isinstance(a, Additive) and isinstance(b, (int, float)) and b == 0:
-        return a
-    return _by(operator.sub)(a, b)
-
-
-def _over(a, b):
-    if isinstance(a, Additive) and isinstance(b, Additive) and None not in (a.times, b.times) and (
-            a.rows == b.rows and a.times % b.times == 0):
-        return a.times // b.times
-    if isinstance(a, Additive) and isinstance(b, int) and b:
-        if b == 1:
-            return a
-        if a.times is not None and a.times % b == 0:
-            return a._replace(times=a.times // b)
-    return COMPUTED if _is_of_size(a) or _is_of_size(b) else _by(operator.floordiv)(a, b) if b else None
-
-
-def _most(a, b):
-    for number, other in ((a, b), (b, a)):
-        if isinstance(other, Additive) and other.times and isinstance(number, int) and number <= 1:
-            return other._replace(is_raised=other.is_raised or number == 1)  # the whole batch has examples
-    return a if _is_same(a, b) else _by(max)(a, b)
-
-
-def _least(a, b):
-    return a if _is_same(a, b) else _by(min)(a, b)
-
-
-def _is_same(a, b):
-    return isinstance(a, Additive) and a == b and a.times is not None
-
-
-SIZES = {"Mul": _times, "Add": _plus, "AddV2": _plus, "Sub": _minus, "FloorDiv": _over, "Maximum": _most,
-         "Minimum": _least,
-         "FloorMod": _by(operator.mod), "Neg": lambda a: COMPUTED if _is_of_size(a) else None if a is None else -a}

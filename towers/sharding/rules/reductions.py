@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 from towers.sharding.nodes import OwnRows, Unfit
 from towers.sharding.placements import (BATCH, Additive, Blocks, Partial, PartialMean, Replicate, RowNumbers, Shard, Size, moved,
                                         size_of)
-from towers.sharding.rules.pointwise import SIZES
+from towers.sharding.rules.arithmetic import SIZES
 from towers.sharding.rules.table import SUMS, rule
 
 __all__ = ["axes_of_gradient"]

@@ -3,7 +3,8 @@ import dataclasses
 
 from towers.sharding.nodes import ShapeOf, Unfit
 from towers.sharding.placements import COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
-from towers.sharding.rules.movement import in_blocks, is_of_size, known_product
+from towers.sharding.rules.arithmetic import is_of_size
+from towers.sharding.rules.movement import in_blocks, known_product
 from towers.sharding.rules.reductions import axes_of_gradient
 from towers.sharding.rules.table import SUMS, rule
 

@@ -9,10 +9,11 @@ from towers.graph.walk import end_of
 from towers.sharding.nodes import ShapeOf, Unfit
 from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Replicate, RowNumbers, Shard, Size, entries_of, moved,
                                         size_of)
-from towers.sharding.rules.movement import in_blocks, is_of_size, kept
-from towers.sharding.rules.single_rows import row_taken
+from towers.sharding.rules.arithmetic import is_of_size
+from towers.sharding.rules.loops.single_rows import row_taken
+from towers.sharding.rules.loops.turns import takes_its_row
+from towers.sharding.rules.movement import in_blocks, kept
 from towers.sharding.rules.table import SUMS, rule
-from towers.sharding.rules.turns import takes_its_row
 
 __all__ = ["cut_to_size", "takes_by_place", "takes_equal_parts"]
 

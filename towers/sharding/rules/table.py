@@ -10,8 +10,8 @@ from towers.graph.op_types import BODIES, MERGES
 from towers.sharding.nodes import Decision, Refused, Replicated, Unfit
 from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial, PartialMean, Replicate, RowNumbers, RowSum,
                                         Running, Shard, Size, Turn)
-from towers.sharding.rules.in_turn import is_drawn_in_turn, of_number, of_turns
-from towers.sharding.rules.single_rows import drawn_in_a_turn, of_single_rows
+from towers.sharding.rules.loops.in_turn import is_drawn_in_turn, of_number, of_turns
+from towers.sharding.rules.loops.single_rows import drawn_in_a_turn, of_single_rows
 
 __all__ = ["ANY", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
 

@@ -1,4 +1,4 @@
-"""What the turns of loops over the tower's examples compute, see `towers.sharding.rules.turns`: each of its own example.
+"""What the turns of loops over the tower's examples compute, see `towers.sharding.rules.loops.turns`: each of its own example.
 
 Such a loop stays each tower's own, as what its turns make of their examples is put together in the order of the towers, and what
 they add up is a sum's parts. What does not fit, the number of a turn in use as a number say, is refused, and the loop is made the
@@ -11,8 +11,8 @@ from towers.graph.walk import end_of
 from towers.sharding.bodies import is_stateful
 from towers.sharding.nodes import AsPartial, Refused, Unfit
 from towers.sharding.placements import InTurn, Listed, Own, Partial, Replicate, Running, Shard, Turn
-from towers.sharding.rules.turns import (IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn,
-                                         is_within_turn, number_of_rows, numbers_all_rows, source_of)
+from towers.sharding.rules.loops.turns import (IN_FRONT, READS, ends_loop, handed_back, is_next, is_over_rows, is_turn,
+                                               is_within_turn, number_of_rows, numbers_all_rows, source_of)
 
 __all__ = ["check_state", "chosen_in_turn", "has_all_rows", "is_drawn_in_turn", "is_stack_of_rows", "joined_in_turn", "of_number",
            "of_turns", "refuse_effects", "refuse_other_states", "refuse_rows", "state_of_turn"]

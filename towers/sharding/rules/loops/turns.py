@@ -1,6 +1,6 @@
 """Loops of the graph over the tower's examples, whose turn i takes example i: `tf.map_fn`, or `x[i]` in a `tf.while_loop`.
 
-What such a loop is, and what its turns read and hand on; `towers.sharding.rules.in_turn` decides for the ops within.
+What such a loop is, and what its turns read and hand on; `towers.sharding.rules.loops.in_turn` decides for the ops within.
 """
 import numpy as np
 import tensorflow.compat.v1 as tf

@@ -3,11 +3,12 @@ import tensorflow.compat.v1 as tf
 
 from towers.sharding.nodes import Refused, ShapeOf, Unfit
 from towers.sharding.placements import BATCH, Blocks, InTurn, Listed, Own, Replicate, RowNumbers, Shard, Size, Turn, moved
-from towers.sharding.rules.lists import element_written
-from towers.sharding.rules.movement import is_of_size, shape_wanted
-from towers.sharding.rules.in_turn import is_stack_of_rows, refuse_rows
+from towers.sharding.rules.arithmetic import is_of_size
+from towers.sharding.rules.control_flow.lists import element_written
+from towers.sharding.rules.loops.in_turn import is_stack_of_rows, refuse_rows
+from towers.sharding.rules.loops.turns import are_numbers, is_list_of_rows, number_of_rows, row_read
+from towers.sharding.rules.movement import shape_wanted
 from towers.sharding.rules.table import ANY, SUMS, rule
-from towers.sharding.rules.turns import are_numbers, is_list_of_rows, number_of_rows, row_read
 
 __all__ = []
 

@@ -9,11 +9,11 @@ from towers.graph.static_values import static_value
 from towers.sharding.nodes import Numbered, OwnRows, Refused, Replicated, Unfit
 from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Replicate, RowNumbers, Rows, Running,
                                         Shard, Size, Turn, moved, size_of)
-from towers.sharding.rules.in_turn import has_all_rows, is_stack_of_rows, joined_in_turn, refuse_rows, state_of_turn
+from towers.sharding.rules.loops.in_turn import has_all_rows, is_stack_of_rows, joined_in_turn, refuse_rows, state_of_turn
+from towers.sharding.rules.loops.turns import (are_numbers, is_list_of_rows, is_turn, number_of_rows, numbers_all_rows, row_read,
+                                               source_of)
 from towers.sharding.rules.pointwise import jointly_linear
 from towers.sharding.rules.table import ANY, SUMS, rule
-from towers.sharding.rules.turns import (are_numbers, is_list_of_rows, is_turn, number_of_rows, numbers_all_rows, row_read,
-                                         source_of)
 
 __all__ = ["element_written", "joined"]
 

@@ -6,75 +6,25 @@ compute the same.
 """
 import copy
 import dataclasses
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, NamedTuple
 
 from towers.graph.op_types import BODIES
 from towers.graph.private import position_of
-from towers.graph.walk import end_of, writes_of
+from towers.graph.walk import end_of
 from towers.sharding.bodies import is_stateful
-from towers.sharding.nodes import AsPartial, Decision, Node, OwnRows, Refused, Replicated, ShapeOf, Unfit, Value
-from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, InTurn, Listed, Own, Partial, PartialMean, Replicate,
-                                        RowNumbers, Running, Shard, Size, Turn)
-from towers.sharding.rules.in_turn import check_state, chosen_in_turn, refuse_effects
-from towers.sharding.rules.lists import joined
+from towers.sharding.nodes import Decision, Node, OwnRows, Refused, Replicated, Unfit, Value
+from towers.sharding.placements import BATCH, Additive, InTurn, Listed, Own, Partial, Replicate, Running, Size, Turn
+from towers.sharding.rules.control_flow.inner import READS, Carried, Inner, KnownWithin, is_of_batch, outside_of
+from towers.sharding.rules.control_flow.lists import joined
+from towers.sharding.rules.loops.in_turn import check_state, chosen_in_turn, refuse_effects
+from towers.sharding.rules.loops.turns import counters_of_body, is_turn, number_of_rows
 from towers.sharding.rules.table import ANY, RULES, rule
-from towers.sharding.rules.turns import counters_of_body, is_turn, number_of_rows
 
-__all__ = ["Carried", "Inner", "READS", "is_counted", "is_made_within"]
+__all__ = []
 
-READS = frozenset(["ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape", "VarHandleOp"])
 _MOST_TURNS = 20
 _WRITTEN_INTO = frozenset(["TensorListSetItem", "TensorListPushBack"])
 _WRITTEN = _WRITTEN_INTO | {"TensorListFromTensor", "TensorListScatter", "TensorListScatterV2"}  # what is made of examples
-
-
-class _Unknown(Exception):
-    """What towers would have to meet about is known only within a branch, loop or function."""
-
-    def __init__(self, op):
-        super().__init__(op.name)
-        self.op = op
-
-
-class Inner(NamedTuple):
-    """A plan of a function that an op calls.
-
-    Attributes:
-      body: `towers.sharding.bodies.Body`.
-      plan: `towers.sharding.plan.propagation.Plan`.
-      returns: dict from numbers of its outputs to what they are wanted as, see `Decision.wants`.
-      varying: frozenset of int, the inputs that are other ones from turn to turn.
-    """
-    body: Any
-    plan: Any
-    returns: Dict[int, Any]
-    varying: Any
-
-    def placement(self, tensor):
-        """Returns the `Placement` of a tensor of the function."""
-        return self.plan.placements.get(end_of(tensor), Replicate())
-
-
-@dataclasses.dataclass
-class Carried:
-    """What stands for an op that calls functions: the same op, whose functions are carried out by their plans.
-
-    Attributes:
-      inners: list of `Inner`.
-      outside: set of int, the inputs that are needed outside of all branches and loops that the op stands in.
-    """
-    inners: List[Inner]
-    outside: Any
-
-    def __call__(self, conversions, op, inputs):
-        return conversions.carried(self, op, inputs)
-
-    @property
-    def changes(self):
-        """Tells whether a plan changes anything."""
-        return any(inner.returns for inner in self.inners) or any(
-            not isinstance(decision.instead, Carried) or decision.wants or decision.instead.changes
-            for inner in self.inners for decision in inner.plan.decisions.values())
 
 
 class _Meet(Node):
@@ -100,105 +50,9 @@ class _Meet(Node):
         if not isinstance(want, OwnRows) or isinstance(want.like, Additive):
             return want
         like = next(value.placement for value in self.inputs if value.tensor is want.like[0])
-        if not _is_of_batch(like) or want.outer is None:
-            raise _Unknown(want.like[0].op)
+        if not is_of_batch(like) or want.outer is None:
+            raise KnownWithin(want.like[0].op)
         return OwnRows(want.axis, Additive(like.times, BATCH), want.outer)
-
-
-def _is_of_batch(placement):
-    return isinstance(placement, (Shard, Blocks)) and placement.rows == BATCH and placement.times is not None
-
-
-# What is made where: within a branch or loop, or outside.
-
-def is_made_within(inner, tensor, want):
-    """Tells whether a conversion can be made within a branch or loop, as no towers meet for it."""
-    placement = inner.placement(tensor)
-    if isinstance(want, (Replicated, ShapeOf)):
-        return isinstance(placement, Replicate) or _is_known_within(inner, tensor)
-    if isinstance(want, AsPartial):
-        return isinstance(placement, (Partial, Replicate)) or isinstance(placement, PartialMean) and placement.rows == BATCH
-    if isinstance(want, OwnRows):
-        return isinstance(placement, Replicate) and is_counted(inner, want)
-    return isinstance(placement, RowNumbers) and placement.of.rows == BATCH and placement.of.times is not None
-
-
-def is_counted(inner, rows):
-    """Tells whether a tower's own rows are told by how many examples it has."""
-    if isinstance(rows.like, Additive):
-        return rows.like.rows == BATCH and rows.like.times is not None
-    return _is_of_batch(inner.placement(rows.like[0]))
-
-
-def _is_known_within(inner, tensor):
-    """Tells whether a size is computed within, as the whole batch's, of nothing but how many examples there are."""
-    placement = inner.placement(tensor)
-    if not isinstance(placement, Size):
-        return isinstance(placement, Replicate)
-    op = tensor.op
-    if op.type == "Const":
-        return True
-    if not any(element is COMPUTED for element in placement.elements):
-        return all(not isinstance(element, Additive) or element.rows == BATCH and element.times is not None
-                   for element in placement.elements)
-    if op.type in ("Shape", "Size", "ShapeN") or not op.inputs:
-        return False
-    return all(_is_known_within(inner, source) for source in op.inputs)
-
-
-def _needed_outside(inner):
-    """Yields the tensors of a function that are needed outside of it, for towers to meet about them."""
-    for op, decision in inner.plan.decisions.items():
-        for k, want in decision.wants.items():
-            if not is_made_within(inner, op.inputs[k], want):
-                yield op.inputs[k]
-        if isinstance(decision.instead, Carried):
-            for k in decision.instead.outside:
-                yield op.inputs[k]
-        elif decision.instead and decision.meets:
-            for output in op.outputs:
-                yield output
-        for number, rows in decision.own.items():
-            if not is_counted(inner, rows):
-                yield op.outputs[number]
-    for number, want in inner.returns.items():
-        if not is_made_within(inner, inner.body.outputs[number], want):
-            yield inner.body.outputs[number]
-
-
-def _outside(inner, bodies):
-    """Returns the numbers of the inputs that are needed outside of a function, a set; `_Unknown` where something else is."""
-    numbers = {end_of(tensor): k for k, tensor in enumerate(inner.body.inputs)}
-    found, seen, stack = set(), set(), list(_needed_outside(inner))
-    writes = _writes(inner.body, bodies)
-    while stack:
-        tensor = stack.pop()
-        k = numbers.get(end_of(tensor))
-        if k is not None:
-            if k in inner.varying:
-                raise _Unknown(tensor.op)
-            found.add(k)
-        elif tensor.op not in seen:
-            seen.add(tensor.op)
-            if not _is_repeatable(tensor.op, bodies, writes):
-                raise _Unknown(tensor.op)
-            stack.extend(tensor.op.inputs)
-    return found
-
-
-def _is_repeatable(op, bodies, writes):
-    """Tells whether an op computes the same outside of the function that it stands in."""
-    if not is_stateful(op):
-        return True
-    if op.type in BODIES:
-        return all(_is_repeatable(each, bodies, writes) for body in bodies.of(op) for each in body.ops)
-    return op.type in READS and not writes
-
-
-def _writes(body, bodies):
-    if writes_of(body.ops):
-        return True
-    return any(_writes(each, bodies) for op in body.ops if op.type in BODIES for each in bodies.of(op))
 
 
 # The rules.
@@ -221,7 +75,7 @@ def _as_it_is_or_whole(node, decide_of):
     try:
         if node.op not in node.context.whole_lists:
             return decide_of(node, {}, False)
-    except (_Unknown, Refused) as error:
+    except (KnownWithin, Refused) as error:
         if node.context.carries_turns:
             raise Refused("%r can't stay the tower's own: %s" % (node.op.name, error)) from error
     _check_rules(node, node.op)
@@ -235,7 +89,7 @@ def _as_it_is_or_whole(node, decide_of):
             value.make_whole()
     try:
         decision = decide_of(node, wants, True)
-    except _Unknown as error:
+    except KnownWithin as error:
         raise Refused("in %r, a %s, towers would have to meet about %r (%s), by what is known only there. "
                       "Compute it before, and outside of that." % (
                           node.op.name, node.type, error.op.name, error.op.type)) from error
@@ -285,7 +139,7 @@ def _carried(node, outputs, wants, inners):
     outside = set()
     for inner in inners:
         first = 1 if node.type not in ("While", "StatelessWhile") and not node.type.endswith("Call") else 0
-        outside |= {first + k for k in _outside(inner, node.context.bodies)}
+        outside |= {first + k for k in outside_of(inner, node.context.bodies)}
     carried = Carried(inners, outside)
     return Decision(outputs, wants, instead=carried, meets="function" if outside else "")
 
@@ -376,7 +230,7 @@ def _decide_loop(node, wants, is_whole):
         if is_same:
             break
     else:
-        raise _Unknown(node.op)
+        raise KnownWithin(node.op)
     if numbers:
         refuse_effects(turn.ops | test.ops, node.context.bodies)
     for k in varying if numbers else ():
