@@ -35,8 +35,8 @@ ORDER = {
               "cluster collectives step_numbers watchdog gradient_sums variables peers sessions plain one_client connection"),
         "sharding.placements", "sharding.nodes", "sharding.bodies",
         *wing("sharding.rules.loops", "single_rows turns in_turn"),
-        *wing("sharding.rules", "table arithmetic pointwise reductions diagonals movement reshapes gathers normalization products "
-              "rows segments sizes slices state"),
+        *wing("sharding.rules", "table arithmetic pointwise reductions diagonals movement reshapes gathers normalization "
+              "products rows segments sizes slices state"),
         *wing("sharding.rules.control_flow", "lists inner functions tensor_lists"),
         *wing("sharding.rules.plain", "loops numbers table"), "sharding.rules.powers",
         *wing("sharding.plan",

@@ -46,6 +46,16 @@ def slopes(h, _):
     return tf.gradients(tf.tanh(projected(tf.tanh(projected(h)), 2)), h)[0]
 
 
+def turns(of, first):
+    return tf.while_loop(lambda k, _: k < 3, lambda k, y: (k + 1, tf.tanh(of(y))), (0, first))[1]
+
+
+def in_a_branch(h, _):
+    rows = flat(h)
+    numbers = tf.range(tf.shape(rows)[0])[:, None]
+    return tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: tf.sin(rows + tf.cast(numbers, rows.dtype)), lambda: rows)
+
+
 OWN = {
     "a projection": lambda h, _: projected(h),
     "two projections": lambda h, _: projected(tf.tanh(projected(h)), 2),
@@ -55,6 +65,9 @@ OWN = {
     "heads": lambda h, _: tf.reshape(projected(h, 4), [tf.shape(h)[0], tf.shape(h)[1], 2, 2]),
     "heads beside examples": lambda h, _: tf.reshape(projected(h, 4), [tf.shape(h)[0], tf.shape(h)[1] * 2, 2]),
     "flattened twice": lambda h, _: tf.reshape(flat(h), [-1, WIDTH]) * weights(WIDTH),
+    "a projection in a loop": lambda h, _: turns(lambda y: projected(y, WIDTH), h),
+    "flattened before a loop": lambda h, _: turns(lambda y: y * weights(WIDTH) + flat(h), flat(h)),
+    "taken apart in a loop": lambda h, _: turns(lambda y: flat(tf.reshape(y, tf.shape(h)) * weights(WIDTH)), flat(h)),
     "taken apart": lambda h, _: tf.reshape(flat(h) * weights(WIDTH), [-1, tf.shape(h)[1], WIDTH])[1:]}
 
 TOGETHER = {
@@ -63,6 +76,9 @@ TOGETHER = {
     "own moments": lambda h, _: (flat(h) - tf.reduce_mean(flat(projected(h, 4)), 0)) / tf.math.reduce_std(flat(h), 0),
     "steps of other examples": lambda h, _: flat(projected(h)) * tf.nn.softmax(flat(tf.reverse(h, [1])), 0)[:, :1],
     "by their places": lambda h, _: flat(projected(h)) * tf.cast(tf.range(tf.shape(flat(h))[0])[:, None], h.dtype),
+    "by their places, in a branch": in_a_branch,
+    "softmax in a branch": lambda h, _: tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: tf.nn.softmax(
+        flat(h), 0) * flat(h), lambda: flat(h)),
     "chosen ones": lambda h, lengths: tf.boolean_mask(
         cross_entropy(h, lengths), tf.transpose(tf.sequence_mask(lengths, tf.shape(h)[0])))}
 

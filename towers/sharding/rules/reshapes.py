@@ -2,7 +2,7 @@
 import dataclasses
 
 from towers.sharding.nodes import ShapeOf, Unfit
-from towers.sharding.placements import COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
+from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
 from towers.sharding.rules.arithmetic import is_of_size
 from towers.sharding.rules.movement import in_blocks, known_product
 from towers.sharding.rules.reductions import axes_of_gradient
@@ -87,7 +87,7 @@ def _of_unknown_blocks(node):
             raise Unfit()
         elif isinstance(placement, Blocks) and known_product(value.whole[:placement.axis]) == (1, False):
             found = moved(placement, axis)
-        elif type(placement) is Shard and (is_asked or not node.is_repeated):
+        elif type(placement) is Shard and (is_asked or not node.is_repeated or placement.rows == BATCH and placement.times):
             found = Blocks(axis, None, placement.rows, placement.times, (value.tensor, placement.axis))
         else:
             raise Unfit()

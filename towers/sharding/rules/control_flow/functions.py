@@ -50,7 +50,7 @@ class _Meet(Node):
         if not isinstance(want, OwnRows) or isinstance(want.like, Additive):
             return want
         like = next(value.placement for value in self.inputs if value.tensor is want.like[0])
-        if not is_of_batch(like) or want.outer is None:
+        if not is_of_batch(like):
             raise KnownWithin(want.like[0].op)
         return OwnRows(want.axis, Additive(like.times, BATCH), want.outer)
 

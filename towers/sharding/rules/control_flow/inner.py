@@ -6,7 +6,8 @@ from towers.graph.op_types import BODIES
 from towers.graph.walk import end_of, writes_of
 from towers.sharding.bodies import is_stateful
 from towers.sharding.nodes import AsPartial, OwnRows, Replicated, ShapeOf
-from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Partial, PartialMean, Replicate, RowNumbers, Shard, Size
+from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, Partial, PartialMean, Replicate, RowNumbers, Shard,
+                                        Size, entries_of)
 
 __all__ = ["Carried", "Inner", "KnownWithin", "READS", "is_counted", "is_made_within", "is_of_batch", "outside_of"]
 
@@ -63,7 +64,7 @@ class Carried:
 
 
 def is_of_batch(placement):
-    return isinstance(placement, (Shard, Blocks)) and placement.rows == BATCH and placement.times is not None
+    return isinstance(placement, (Shard, Blocks)) and placement.rows == BATCH and entries_of(placement) is not None
 
 
 def is_made_within(inner, tensor, want):
