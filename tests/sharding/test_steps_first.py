@@ -51,7 +51,7 @@ def turns(of, first):
 
 
 def in_a_branch(h, _):
-    rows = flat(h)
+    rows = flat(h) * weights(WIDTH)
     numbers = tf.range(tf.shape(rows)[0])[:, None]
     return tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: tf.sin(rows + tf.cast(numbers, rows.dtype)), lambda: rows)
 
@@ -78,7 +78,7 @@ TOGETHER = {
     "by their places": lambda h, _: flat(projected(h)) * tf.cast(tf.range(tf.shape(flat(h))[0])[:, None], h.dtype),
     "by their places, in a branch": in_a_branch,
     "softmax in a branch": lambda h, _: tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: tf.nn.softmax(
-        flat(h), 0) * flat(h), lambda: flat(h)),
+        flat(h), 0) * flat(h), lambda: flat(h)) * weights(WIDTH),
     "chosen ones": lambda h, lengths: tf.boolean_mask(
         cross_entropy(h, lengths), tf.transpose(tf.sequence_mask(lengths, tf.shape(h)[0])))}
 
