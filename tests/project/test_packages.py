@@ -35,9 +35,10 @@ ORDER = {
               "cluster collectives step_numbers watchdog gradient_sums variables peers sessions plain one_client connection"),
         "sharding.placements", "sharding.nodes", "sharding.bodies",
         *wing("sharding.rules.loops", "single_rows turns in_turn"),
-        *wing("sharding.rules", "table arithmetic pointwise reductions diagonals movement reshapes gathers normalization "
-              "products rows segments sizes slices state"),
-        *wing("sharding.rules.control_flow", "lists inner functions tensor_lists"),
+        *("sharding.rules." + name for name in (
+            "table", "arithmetic", "pointwise", "reductions", "diagonals", "movement", "reshapes", "gathers", "normalization",
+            "products", "rows", "segments", "sizes", "slices", "state")),
+        *wing("sharding.rules.control_flow", "lists inner functions tensor_lists"), "sharding.rules.__init__",
         *wing("sharding.rules.plain", "loops numbers table"), "sharding.rules.powers",
         *wing("sharding.plan",
               "own_gradients facts loops sums propagation gradient_functions row_loops guesses twin pairing given"),

@@ -55,9 +55,7 @@ class Guesses(Facts):
         self._turns, self._joins, self._varying, self._counts, self._of_variables = ({}, {}, set(), {num_rows}, {
             tuple(variable.shape.as_list()) for variable in tf.global_variables() if variable.shape.rank}) if outer is None else (
                 outer._turns, outer._joins, outer._varying, outer._counts, outer._of_variables)
-        self._in_scopes = {}
-        for op in ops:
-            self._in_scopes.setdefault(op.name.rpartition("/")[0], []).append(op)
+        self._ops, self._shapes = ops, None
         for op in sorted((op for op in ops if op.type in JOINS), key=position_of, reverse=True):
             if op not in self._joins:
                 self._find_turns(op)
@@ -164,7 +162,8 @@ class Guesses(Facts):
             numbers = numbers[:numbers.index(-1)]
         found = [k for k, number in enumerate(numbers) if number and (
             number == self.num_rows or self._is_multiple(number, *users))]
-        if not found and -1 not in value and any(user.type == "Reshape" and self._has_rows(user.inputs[0]) for user in users):
+        if not found and -1 not in value and any(
+                user.type == "Reshape" and _has_rows(self.placements.get(end_of(user.inputs[0]))) for user in users):
             found = [k for k, number in enumerate(numbers) if number and number % self.num_rows == 0]
         elements = np.ravel(value).astype(object)
         if found:
@@ -176,20 +175,37 @@ class Guesses(Facts):
 
         That is, in a gradient, what the forward op takes, or what was made in the same scope. -1 stands for a size not known.
         """
-        forward, dims = forward_op_of(op), [None if size == -1 else size for size in dims]
-        beside = [output for other in self._in_scopes.get(op.name.rpartition("/")[0], ()) for output in other.outputs]
-        for output in ([] if forward is None else list(forward.inputs)) + beside:
-            if self._has_rows(output) and output.shape.as_list() == dims:
-                placement = self.placements[end_of(output)]
-                dims = [-1 if size is None else size for size in dims]
+        forward = forward_op_of(op)
+        beside = [] if forward is None else [source for source in forward.inputs if _dims(source) == tuple(dims)]
+        for output in beside + self._beside(op, tuple(dims)):
+            placement = self.placements.get(end_of(output))
+            if _has_rows(placement):
                 dims[placement.axis] = Additive(placement.times, placement.rows)
                 return Decision([size_of(np.array(dims + [None], object)[:-1])])
         return None
 
-    def _has_rows(self, tensor):
-        """Tells whether a tensor has so many rows for each example."""
-        placement = self.placements.get(end_of(tensor))
-        return type(placement) is Shard and bool(placement.times) and tensor.shape.rank is not None
+    def _beside(self, op, dims):
+        """Returns the tensors of a shape that are made in the scope of an op, a list."""
+        if self._shapes is None:
+            self._shapes = {}
+            for other in sorted(self._ops, key=position_of):
+                for output in other.outputs:
+                    self._shapes.setdefault((_scope_of(other), _dims(output)), []).append(output)
+        return self._shapes.get((_scope_of(op), dims), [])
+
+
+def _scope_of(op):
+    return op.name.rpartition("/")[0]
+
+
+def _dims(tensor):
+    """Returns the shape of a tensor, a tuple with -1 for what is not known of it; None where the rank is not known."""
+    return None if tensor.shape.rank is None else tuple(-1 if size is None else size for size in tensor.shape.as_list())
+
+
+def _has_rows(placement):
+    """Tells whether there are so many rows for each example."""
+    return type(placement) is Shard and bool(placement.times)
 
 
 def _makes_shape(consumer, tensor):

@@ -15,7 +15,7 @@ from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.meeting.exchanges import stands_at_exchange
 from towers.sharding.placements import Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard, Size
-from towers.sharding.rules import movement, pointwise
+from towers.sharding.rules import movement, pointwise, reshapes
 from towers.sharding.rules.table import RULES, SUMS
 
 __all__ = ["Powers", "others_than_means"]
@@ -30,7 +30,7 @@ _PRODUCTS = frozenset("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul Mul
 _QUOTIENTS = frozenset("Div DivNoNan FloorDiv RealDiv".split())
 _POWERS = {"Inv": -1, "L2Loss": 2, "Reciprocal": -1, "Rsqrt": -.5, "Sqrt": .5, "Square": 2}
 _LINEAR_IN = {**dict.fromkeys(set(pointwise.QUOTIENTS.split()) - _QUOTIENTS, 0), **dict.fromkeys(pointwise.SLOPES.split(), 1)}
-_KEEPS = {name for name, rule in RULES.items() if rule.function.__module__ == movement.__name__}.union((
+_KEEPS = {name for name, rule in RULES.items() if rule.function.__module__ in (movement.__name__, reshapes.__name__)}.union((
     "Abs Cast CheckNumerics Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN Max Mean "
     "Min NextIteration PlaceholderWithDefault Print Relu Sum Switch " + pointwise.HANDED_ON + " " + pointwise.LINEAR).split())
 
