@@ -30,6 +30,7 @@ def test_values_gradients_and_moving_averages_are_numpys(case):
         assert (ours["moving_mean"] == data.moving_mean).all() and (ours["moving_variance"] == data.moving_variance).all()
 
 
+@pytest.mark.laws
 @FEW
 @hypothesis.given(cases(few_values=True, trainings=(True, "fed True"), mean_over_std=(0.0, 1.0, 10.0, 1e2, 1e3, 1e4)))
 def test_few_values_and_large_means_are_as_near_as_the_same_steps_come_in_numpy(case):

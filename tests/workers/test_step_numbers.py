@@ -13,6 +13,7 @@ from towers.workers.step_numbers import StepNumbers
 pytestmark = pytest.mark.xdist_group("workers")
 
 
+@pytest.mark.laws
 def test_no_worker_asks_for_a_number_before_the_first_one_has_drawn():
     results = run_workers(2, "steps")
     for status, output in results:

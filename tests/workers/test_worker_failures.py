@@ -87,6 +87,7 @@ def started(script, waiting):
             os.kill(int(other), signal.SIGKILL)
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("wrong,time_limit,message", [
     ("os.kill(os.getpid(), signal.SIGKILL)", 300, " for worker 1 .*, which has ended, .* its data were fewer"),
     pytest.param("sys.exit(0)", 300, " for worker 1 .*, which has ended, or never began", marks=pytest.mark.sweep),
