@@ -57,7 +57,7 @@ def tests_of(lane):
         folders = ["tests/" + folder for folder in OF_OWN_RULES]
         return [("v1", chosen + ["--ignore=" + folder for folder in folders]), ("v1", ["-m", FIRST_CASES] + folders),
                 ("graph", ["-m", HELD] + files(OF_RESOURCES))]
-    return [("v1", chosen), ("graph", chosen + ["--ignore=tests/examples"])]
+    return [("v1", chosen), ("graph", chosen + LIBRARY_TESTS[1:])]
 
 
 def first_installed(versions):

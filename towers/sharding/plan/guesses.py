@@ -151,7 +151,7 @@ class Guesses(Facts):
         users = [consumer for consumer in output.consumers() if _makes_shape(consumer, output)]
         name = op.name.rpartition("/")[2]
         is_shape = name.startswith("Shape")
-        known = self._of_shape(op, value.tolist()) if output.shape.rank and (is_shape or forward_op_of(op) is not None) else None
+        known = self._of_shape(op, value) if output.shape.rank and (is_shape or forward_op_of(op) is not None) else None
         if known is not None:
             return known
         is_shape = is_shape and self.num_rows in np.ravel(value).tolist() and tuple(np.ravel(value)) not in self._of_variables
@@ -170,18 +170,18 @@ class Guesses(Facts):
             elements[found[0]] = Additive(numbers[found[0]] // self.num_rows, BATCH)
         return Decision([size_of(elements.reshape(value.shape))])
 
-    def _of_shape(self, op, dims):
+    def _of_shape(self, op, value):
         """Returns the `Decision` for the shape of what has rows for each example; None of no such.
 
         That is, in a gradient, what the forward op takes, or what was made in the same scope. -1 stands for a size not known.
         """
-        forward = forward_op_of(op)
-        beside = [] if forward is None else [source for source in forward.inputs if _dims(source) == tuple(dims)]
-        for output in beside + self._beside(op, tuple(dims)):
+        forward, dims, elements = forward_op_of(op), tuple(value.tolist()), value.astype(object)
+        taken = [] if forward is None else [source for source in forward.inputs if _dims(source) == dims]
+        for output in taken + self._beside(op, dims):
             placement = self.placements.get(end_of(output))
             if _has_rows(placement):
-                dims[placement.axis] = Additive(placement.times, placement.rows)
-                return Decision([size_of(np.array(dims + [None], object)[:-1])])
+                elements[placement.axis] = Additive(placement.times, placement.rows)
+                return Decision([size_of(elements)])
         return None
 
     def _beside(self, op, dims):
