@@ -28,6 +28,7 @@ class VariableSharing:
         self._by_get_variable = {}  # full name -> variable
         self._trainable = {}  # full name -> whether tower 0 asked for it as trainable, each time in turn
         self._created = []  # _Creation of tower 0, in order
+        self._by_base_name = {}  # the name that a variable was asked for by -> indices into _created
         self._claimed = set()  # indices into _created that the present tower has taken
         self._scopes = {}  # a name scope that tower 0 opened, without the tower's -> the graph's own, as without towers
         self._in_get_variable = False
@@ -107,6 +108,7 @@ class VariableSharing:
                 kwargs = dict(kwargs, name=self._beside_earlier_builds(creation.base_name, outer))
             with tf.name_scope(relative or None):
                 creation.variable = next_creator(**kwargs)
+            self._by_base_name.setdefault(creation.base_name, []).append(len(self._created))
             self._created.append(creation)
             return creation.variable
         return self._claim(tower, creation)
@@ -124,16 +126,15 @@ class VariableSharing:
         return self._scopes[scope] + "/" + rest
 
     def _claim(self, tower, creation):
-        free = [i for i, made in enumerate(self._created) if i not in self._claimed and made.matches(creation)]
-        same_name = [i for i in free if self._created[i].full_name == creation.full_name]
-        numbered = []
-        if not same_name and all(made.full_name != creation.full_name for made in self._created):
+        alike, form = self._by_base_name.get(creation.base_name, []), creation.form()
+        free = [i for i in alike if i not in self._claimed and self._created[i].is_of(form)]
+        chosen = next((i for i in free if self._created[i].full_name == creation.full_name), None)
+        if chosen is None and all(self._created[i].full_name != creation.full_name for i in alike):
             plain = without_numbers(creation.full_name)
-            numbered = [i for i in free if without_numbers(self._created[i].full_name) == plain]
+            chosen = next((i for i in free if without_numbers(self._created[i].full_name) == plain), None)
             self._by_turn.append(plain)
-        if not same_name + numbered:
-            raise _only_later(creation.full_name, tower, self._nearest(creation))
-        chosen = (same_name + numbered)[0]
+        if chosen is None:
+            raise _only_later(creation.full_name, tower, self._created[alike[0]].variable if alike else None)
         self._claimed.add(chosen)
         self._reveal(self._created[chosen].variable.op.name)
         return self._created[chosen].variable
@@ -146,12 +147,6 @@ class VariableSharing:
                     "Tower 0 makes the variable %r and tower %d makes fewer of that kind, so it is unknown which of them it "
                     "left out. Make the same variables in every tower." % (made.variable.op.name, tower))
 
-    def _nearest(self, creation):
-        for made in self._created:
-            if made.base_name == creation.base_name:
-                return made.variable
-        return None
-
 
 class _Creation:
     """What a call of `tf.Variable` asks for."""
@@ -162,22 +157,23 @@ class _Creation:
         self._kwargs = kwargs
         self.variable = None
 
-    def matches(self, asked):
-        """Tells whether tower 0's variable is what a later tower asks for: base name, shape, dtype, trainable."""
-        shape, dtype = asked._shape_and_dtype()
-        return (self.base_name == asked.base_name and self.variable.shape.is_compatible_with(shape)
-                and self.variable.dtype.base_dtype == dtype and self._trainable() == asked._trainable())
-
-    def _trainable(self):
-        return self._kwargs.get("trainable") is not False
-
-    def _shape_and_dtype(self):
+    def form(self):
+        """Returns what is asked for besides a name: shape, dtype, trainable. An initial value that is a function is called."""
         value, dtype = self._kwargs.get("initial_value"), self._kwargs.get("dtype")
         shape = self._kwargs.get("shape")
         if shape is None or dtype is None:
             value = tf.convert_to_tensor(value() if callable(value) else value, dtype=dtype)
             shape = value.shape if shape is None else shape
-        return tf.TensorShape(shape), tf.as_dtype(dtype or value.dtype).base_dtype
+        return tf.TensorShape(shape), tf.as_dtype(dtype or value.dtype).base_dtype, self._is_trainable()
+
+    def is_of(self, form):
+        """Tells whether tower 0's variable has a form."""
+        shape, dtype, is_trainable = form
+        return (self.variable.shape.is_compatible_with(shape) and self.variable.dtype.base_dtype == dtype
+                and self._is_trainable() == is_trainable)
+
+    def _is_trainable(self):
+        return self._kwargs.get("trainable") is not False
 
 
 def _only_later(name, tower, nearest=None):

@@ -9,7 +9,7 @@ import tensorflow.compat.v1 as tf
 from towers.graph.private import rewire
 from towers.graph.static_values import static_value
 from towers.graph.walk import ancestors, op_of, writes_of
-from towers.state.own_data import takes_own_data
+from towers.state.own_data import of_own_data
 
 __all__ = ["count_all_examples", "merged_metrics"]
 
@@ -25,12 +25,12 @@ def count_all_examples(metrics, ops, context):
     Raises:
       ValueError: for a metric that counts a batch as one: the mean of a loss, say, which is a mean over the batch already.
     """
-    made = set(ops)
+    made, of_own = set(ops), of_own_data(context)
     for name, (_, update) in sorted(metrics.items()):
         writes = writes_of(ancestors([update], within=made))
-        own = {op for op in writes if takes_own_data([op], context)}
+        own = writes.keys() & of_own
         if own or all(_is_of_constants(op) for op in writes):
-            for op in sorted(set(writes) - own, key=lambda op: op.name):
+            for op in sorted(writes.keys() - own, key=lambda op: op.name):
                 _tie_to_batch(op, name, context, bool(own))
 
 

@@ -2,7 +2,7 @@
 from towers.graph.walk import end_of, op_of, tensors_of
 from towers.meeting.exchanges import stands_at_exchange
 
-__all__ = ["own_leaves", "takes_own_data"]
+__all__ = ["of_own_data", "own_leaves", "takes_own_data"]
 
 
 def takes_own_data(items, context, stop=(), own=None):
@@ -33,6 +33,17 @@ def takes_own_data(items, context, stop=(), own=None):
                 return True
             stack.append(tensor.op)
     return False
+
+
+def of_own_data(context):
+    """Returns the set of all ops that take, as `takes_own_data` has it, anything of a tower's own batch."""
+    found, stack = set(), [op.outputs[number] for op, number in _leaves_of(context.batch)]
+    while stack:
+        for op in stack.pop().consumers():
+            if op not in found and op not in context.meetings.stand_ins and not stands_at_exchange(op):
+                found.add(op)
+                stack.extend(op.outputs)
+    return found
 
 
 def own_leaves(batches, peers):

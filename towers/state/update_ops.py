@@ -17,10 +17,10 @@ from towers.graph.keras3 import CURE, made_by_keras3
 from towers.graph.op_types import BRANCHES, EXITS, MERGES, READS
 from towers.graph.ordering import read_after
 from towers.graph.private import control_flow_now, control_flow_of, flows_around
-from towers.graph.walk import ancestors, is_variable, op_of, written_variable, written_variables
+from towers.graph.walk import ancestors, is_variable, op_of, writes_of, written_variable, written_variables
 from towers.meeting.exchanges import stands_at_exchange
 from towers.replicas import TOWERS, Towers
-from towers.state.own_data import takes_own_data
+from towers.state.own_data import of_own_data
 
 __all__ = ["chosen_update_ops", "collect_update_ops"]
 
@@ -214,8 +214,9 @@ def _warn_of_own_state(tower, policy):
     """Warns where one tower's update alone, of its own part of the batch, writes what the loss reads."""
     made = set(tower.ops)
     run_anyway = ancestors([leaf for leaf in tf.nest.flatten(tower.outputs) if hasattr(leaf, "op")], within=made)
-    writes = {variable.name: op for op in ancestors(tower.own_updates, within=made) - run_anyway
-              for variable in written_variables(op) if takes_own_data([op], tower.context)}
+    of_own = of_own_data(tower.context)
+    writes = {variable.name: op for op, variables in writes_of(ancestors(
+        tower.own_updates, within=made) - run_anyway).items() for variable in variables if op in of_own}
     variable = _first_read(tower, writes) if writes else None
     if variable is not None:
         warnings.warn(
