@@ -9,8 +9,7 @@ from towers.graph.op_types import ADDS, ENTERS, HANDS_ON, QUOTIENTS, READS, SAME
 from towers.graph.private import gradient_of, taken_from_outside
 from towers.graph.static_values import static_value
 from towers.graph.walk import computes_the_same, variable_of
-from towers.sharding.rules import products, rows
-from towers.sharding.rules.table import RULES
+from towers.sharding.rules.table import LAYER, RULES
 
 __all__ = ["find_logits", "looks_like"]
 
@@ -25,8 +24,7 @@ _EXACT = {tf.float16: (tf.float32, tf.float64), tf.bfloat16: (tf.float32, tf.flo
 # Averages of probabilities are probabilities, and of logits, logits: what looks like either does so through these too.
 _AVERAGES = ("ResizeBilinear", "ResizeNearestNeighbor", "AvgPool", "AvgPool3D", "StopGradient")
 # What may be a layer where it takes a variable: ops by the rules of products and of each example, and what adds a bias.
-_LAYERS = ADDS.union({"BiasAdd"}, (
-    name for name, rule in RULES.items() if rule.function.__module__ in (products.__name__, rows.__name__)))
+_LAYERS = ADDS.union({"BiasAdd"}, (name for name, rule in RULES.items() if rule.does == LAYER))
 
 
 def find_logits(outputs, axis):

@@ -8,7 +8,7 @@ from towers.sharding.placements import (BATCH, COMPUTED, Additive, Blocks, OneRo
                                         size_of)
 from towers.sharding.rules.arithmetic import is_of_size
 from towers.sharding.rules.pointwise import along_rows, jointly_linear
-from towers.sharding.rules.table import SUMS, rule
+from towers.sharding.rules.table import MOVES, SUMS, rule
 
 __all__ = ["first_additive", "in_blocks", "kept", "known_product", "shape_wanted"]
 
@@ -39,7 +39,7 @@ def shape_wanted(node, k, axis):
     return {k: ShapeOf(own=(axis,))}
 
 
-@rule("Transpose ConjugateTranspose", ROWS + (Size,) + SUMS)
+@rule("Transpose ConjugateTranspose", ROWS + (Size,) + SUMS, does=MOVES)
 def transpose(node):
     placement = node.inputs[0].placement
     if isinstance(placement, SUMS):
@@ -52,7 +52,7 @@ def transpose(node):
     return node.decide(moved(placement, list(order).index(placement.axis)))
 
 
-@rule("ExpandDims", ROWS + (Size,) + SUMS)
+@rule("ExpandDims", ROWS + (Size,) + SUMS, does=MOVES)
 def expand_dims(node):
     placement, at = node.inputs[0].placement, node.inputs[1].const()
     if isinstance(placement, SUMS):
@@ -67,7 +67,7 @@ def expand_dims(node):
     return node.decide(moved(placement, placement.axis + (at <= placement.axis)))
 
 
-@rule("Squeeze", ROWS + (Size,) + SUMS)
+@rule("Squeeze", ROWS + (Size,) + SUMS, does=MOVES)
 def squeeze(node):
     value = node.inputs[0]
     placement = value.placement
@@ -84,7 +84,7 @@ def squeeze(node):
     return node.decide(moved(placement, placement.axis - sum(axis < placement.axis for axis in gone)))
 
 
-@rule("Concat ConcatV2", ROWS + (Size,) + SUMS)
+@rule("Concat ConcatV2", ROWS + (Size,) + SUMS, does=MOVES)
 def concat(node):
     at = 0 if node.type == "Concat" else len(node.inputs) - 1
     numbers = [k for k in range(len(node.inputs)) if k != at]
@@ -94,7 +94,7 @@ def concat(node):
     return _joined(node, numbers, int(axis), lambda arrays, axis: np.concatenate(arrays, axis))
 
 
-@rule("Pack", ROWS + (Size,) + SUMS)
+@rule("Pack", ROWS + (Size,) + SUMS, does=MOVES)
 def pack(node):
     numbers = list(range(len(node.inputs)))
     axis = node.attr("axis") % node.outputs[0].rank
@@ -162,7 +162,7 @@ def _joined(node, numbers, axis, of_arrays):
     return node.decide(placement, wants)
 
 
-@rule("Unpack", ROWS + (Size,) + SUMS)
+@rule("Unpack", ROWS + (Size,) + SUMS, does=MOVES)
 def unpack(node):
     placement = node.inputs[0].placement
     if isinstance(placement, SUMS):
@@ -199,7 +199,7 @@ def kept(element):
     return found
 
 
-@rule("Split SplitV", ROWS + (Size,) + SUMS)
+@rule("Split SplitV", ROWS + (Size,) + SUMS, does=MOVES)
 def split(node):
     data, at = (1, 0) if node.type == "Split" else (0, 2)
     others = node.wanted(k for k in range(len(node.inputs)) if k != data)
@@ -228,7 +228,7 @@ def first_additive(elements):
     return next((axis for axis, element in enumerate(elements) if isinstance(element, Additive)), None)
 
 
-@rule("Tile", ROWS + (Size,) + SUMS)
+@rule("Tile", ROWS + (Size,) + SUMS, does=MOVES)
 def tile(node):
     value, times = node.inputs[0], node.inputs[1].elements()
     placement = value.placement
@@ -257,7 +257,7 @@ def tile(node):
                        wants)
 
 
-@rule("BroadcastTo", ROWS + (Size,) + SUMS)
+@rule("BroadcastTo", ROWS + (Size,) + SUMS, does=MOVES)
 def broadcast_to(node):
     value, shape = node.inputs[0], node.inputs[1].elements()
     placement = value.placement
@@ -277,7 +277,7 @@ def broadcast_to(node):
     return node.decide(Shard(axis, shape[axis].rows, shape[axis].times), {**node.wanted([0]), **shape_wanted(node, 1, axis)})
 
 
-@rule("Pad PadV2 MirrorPad", (Shard, Blocks) + SUMS)
+@rule("Pad PadV2 MirrorPad", (Shard, Blocks) + SUMS, does=MOVES)
 def pad(node):
     placement, paddings = node.inputs[0].placement, node.inputs[1].const()
     if isinstance(placement, SUMS):
@@ -289,7 +289,7 @@ def pad(node):
     return node.decide(placement, node.wanted(range(1, len(node.inputs))))
 
 
-@rule("OneHot", ROWS)
+@rule("OneHot", ROWS, does=MOVES)
 def one_hot(node):
     placement = node.inputs[0].placement
     if not isinstance(placement, ROWS):

@@ -5,7 +5,7 @@ import tensorflow.compat.v1 as tf
 from towers.sharding.nodes import OwnRows, Replicated, Unfit
 from towers.sharding.placements import Blocks, Partial, Replicate, Shard, moved
 from towers.sharding.rules.pointwise import with_whole
-from towers.sharding.rules.table import SUMS, rule
+from towers.sharding.rules.table import LAYER, SUMS, rule
 
 __all__ = ["contracted"]
 
@@ -51,14 +51,14 @@ def contracted(node, labels, out, numbers=None):
     return node.decide(moved(node.inputs[first].placement, out.index(chosen)), wants)
 
 
-@rule("MatMul SparseMatMul", ROWS + SUMS)
+@rule("MatMul SparseMatMul", ROWS + SUMS, does=LAYER)
 def matmul(node):
     a = "ki" if node.attr("transpose_a") else "ik"
     b = "jk" if node.attr("transpose_b") else "kj"
     return contracted(node, [a, b], "ij")
 
 
-@rule("BatchMatMul BatchMatMulV2 BatchMatMulV3", ROWS + SUMS)
+@rule("BatchMatMul BatchMatMulV2 BatchMatMulV3", ROWS + SUMS, does=LAYER)
 def batch_matmul(node):
     ranks = [node.inputs[0].rank, node.inputs[1].rank, node.outputs[0].rank]
     if max(ranks) > 12:
@@ -68,7 +68,7 @@ def batch_matmul(node):
     return contracted(node, [a + ("ki" if node.attr("adj_x") else "ik"), b + ("jk" if node.attr("adj_y") else "kj")], out + "ij")
 
 
-@rule("Einsum", ROWS + SUMS)
+@rule("Einsum", ROWS + SUMS, does=LAYER)
 def einsum(node):
     given, out = tf.compat.as_str(node.attr("equation")).replace(" ", "").split("->")
     labels = given.split(",")
@@ -89,7 +89,7 @@ def _without_dots(labels, out, ranks):
     return labels, out.replace("...", "".join(free[:most]))
 
 
-@rule("Cross", ROWS)
+@rule("Cross", ROWS, does=LAYER)
 def cross(node):
     found = {value.placement for value in node.inputs}
     if len(found) != 1 or node.inputs[0].placement.axis == node.inputs[0].rank - 1:
@@ -102,7 +102,7 @@ FILTERS = {"Conv2DBackpropFilter": (0, 2), "Conv3DBackpropFilterV2": (0, 2), "De
            "Dilation2DBackpropFilter": (0, 2)}
 
 
-@rule(" ".join(FILTERS), ROWS)
+@rule(" ".join(FILTERS), ROWS, does=LAYER)
 def filter_gradient(node):
     numbers = FILTERS[node.type]
     sharded = [k for k in numbers if isinstance(node.inputs[k].placement, ROWS)]

@@ -6,14 +6,14 @@ from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replic
 from towers.sharding.rules.arithmetic import is_of_size
 from towers.sharding.rules.movement import in_blocks, known_product
 from towers.sharding.rules.reductions import axes_of_gradient
-from towers.sharding.rules.table import SUMS, rule
+from towers.sharding.rules.table import MOVES, SUMS, rule
 
 __all__ = []
 
 ROWS = (Shard, Blocks, RowNumbers)
 
 
-@rule("Reshape", ROWS + (Size,) + SUMS)
+@rule("Reshape", ROWS + (Size,) + SUMS, does=MOVES)
 def reshape(node):
     value, shape = node.inputs
     if isinstance(value.placement, SUMS):

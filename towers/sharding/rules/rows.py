@@ -2,7 +2,7 @@
 from towers.sharding.nodes import OwnRows, Unfit
 from towers.sharding.placements import Additive, Blocks, Own, Replicate, RowNumbers, Shard, Size, entries_of
 from towers.sharding.rules.movement import in_blocks, shape_wanted
-from towers.sharding.rules.table import rule
+from towers.sharding.rules.table import LAYER, rule
 
 __all__ = []
 
@@ -29,19 +29,19 @@ SHAPED = frozenset(["AvgPool3DGrad", "AvgPoolGrad", "Conv2DBackpropInput", "Conv
                     "DepthwiseConv2dNativeBackpropInput"])
 
 
-@rule(" ".join(name for name in EACH_ROW if name not in SHAPED), ROWS)
+@rule(" ".join(name for name in EACH_ROW if name not in SHAPED), ROWS, does=LAYER)
 def each_row(node):
     return node.each_row(list(EACH_ROW[node.type]))
 
 
-@rule("FractionalAvgPool", ROWS)
+@rule("FractionalAvgPool", ROWS, does=LAYER)
 def fractional_pool(node):
     """Where the pools end is drawn for all examples together."""
     ends = Replicate() if node.attr("deterministic") else Own()
     return node.decide([node.each_row([0]).outputs[0], ends, ends])
 
 
-@rule(" ".join(sorted(SHAPED)), ROWS + (Size,))
+@rule(" ".join(sorted(SHAPED)), ROWS + (Size,), does=LAYER)
 def each_row_of_shape(node):
     decision = node.each_row(list(EACH_ROW[node.type]))
     placement, elements = decision.outputs[0], node.inputs[0].elements()
@@ -55,7 +55,8 @@ def each_row_of_shape(node):
 
 # Of each matrix that the last two axes hold.
 @rule("BatchMatrixInverse Cholesky CholeskyGrad Eig LogMatrixDeterminant MatrixDeterminant MatrixExponential MatrixInverse "
-      "MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Lu Qr SelfAdjointEigV2 Svd", ROWS)
+      "MatrixLogarithm MatrixSolve MatrixSolveLs MatrixSquareRoot MatrixTriangularSolve Lu Qr SelfAdjointEigV2 Svd", ROWS,
+      does=LAYER)
 def each_matrix(node):
     sharded = node.of(*ROWS)
     found = {node.inputs[k].placement for k in sharded}
@@ -73,7 +74,7 @@ FOURIER = {"FFT": 1, "IFFT": 1, "RFFT": 1, "IRFFT": 1, "FFT2D": 2, "IFFT2D": 2, 
            "IFFT3D": 3, "RFFT3D": 3, "IRFFT3D": 3}
 
 
-@rule(" ".join(FOURIER), ROWS)
+@rule(" ".join(FOURIER), ROWS, does=LAYER)
 def fourier(node):
     placement = node.inputs[0].placement
     if not isinstance(placement, ROWS) or placement.axis >= node.inputs[0].rank - FOURIER[node.type]:
@@ -81,7 +82,7 @@ def fourier(node):
     return node.decide(placement, node.wanted(range(1, len(node.inputs))))
 
 
-@rule("ReverseSequence", ROWS)
+@rule("ReverseSequence", ROWS, does=LAYER)
 def reverse_sequence(node):
     placement = node.inputs[0].placement
     if not isinstance(placement, ROWS):
@@ -91,7 +92,7 @@ def reverse_sequence(node):
     return node.decide(placement)
 
 
-@rule("CTCLoss CTCLossV2", ROWS + (RowNumbers,))
+@rule("CTCLoss CTCLossV2", ROWS + (RowNumbers,), does=LAYER)
 def ctc(node):
     """Each sequence's loss, [batch], and its gradient, [time, batch, classes], by labels of a SparseTensor, row by row."""
     rows, numbers, labels, lengths = (value.placement for value in node.inputs)
@@ -104,7 +105,7 @@ def ctc(node):
     return node.decide([Shard(0, rows.rows, rows.times), rows], wants)
 
 
-@rule("SpaceToBatchND BatchToSpaceND SpaceToBatch BatchToSpace", ROWS)
+@rule("SpaceToBatchND BatchToSpaceND SpaceToBatch BatchToSpace", ROWS, does=LAYER)
 def space_to_batch(node):
     """The batch becomes blocks: [space, n] along axis 0."""
     value = node.inputs[0]

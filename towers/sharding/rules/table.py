@@ -13,10 +13,11 @@ from towers.sharding.placements import (Blocks, InTurn, Listed, OneRow, Partial,
 from towers.sharding.rules.loops.in_turn import is_drawn_in_turn, of_number, of_turns
 from towers.sharding.rules.loops.single_rows import drawn_in_a_turn, of_single_rows
 
-__all__ = ["ANY", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
+__all__ = ["ANY", "LAYER", "MOVES", "RULES", "Rule", "SUMS", "decide", "placement_rule", "rule"]
 
 SUMS = (Partial, PartialMean)
 ANY = (Replicate, Shard, Blocks, RowNumbers, Partial, PartialMean, Size, Listed)
+MOVES, LAYER = "moves values", "may be a layer"  # where it takes a variable
 
 
 class Rule(NamedTuple):
@@ -26,27 +27,30 @@ class Rule(NamedTuple):
       function: of a `Node`, returns a `Decision`.
       knows: the kinds of placements that it knows, besides Replicate.
       always: whether it is asked also where all inputs are replicated.
+      does: `MOVES`, `LAYER`, or "".
     """
     function: Callable[[Any], Any]
     knows: FrozenSet[type]
     always: bool = False
+    does: str = ""
 
 
 RULES: Dict[str, Rule] = {}  # type of an op -> its rule
 
 
-def rule(types, knows=(), always=False):
+def rule(types, knows=(), always=False, does=""):
     """Returns a decorator that puts a rule into the table.
 
     Args:
       types: str, the types of ops, separated by blanks.
       knows: kinds of placements that the rule knows, besides Replicate.
       always: whether it is asked also where all inputs are replicated.
+      does: `MOVES`, `LAYER`, or "".
     """
     def register(function):
         for name in types.split():
             assert name not in RULES, name
-            RULES[name] = Rule(function, frozenset(knows) | {Replicate}, always)
+            RULES[name] = Rule(function, frozenset(knows) | {Replicate}, always, does)
         return function
     return register
 

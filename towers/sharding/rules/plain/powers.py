@@ -15,8 +15,9 @@ from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.meeting.exchanges import stands_at_exchange
 from towers.sharding.placements import Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard, Size
-from towers.sharding.rules import movement, pointwise, reshapes
-from towers.sharding.rules.table import RULES, SUMS
+from towers.sharding.rules import pointwise
+from towers.sharding.rules.arithmetic import SIZES
+from towers.sharding.rules.table import MOVES, RULES, SUMS
 
 __all__ = ["Powers", "others_than_means"]
 
@@ -30,11 +31,9 @@ _PRODUCTS = frozenset("BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum MatMul Mul
 _QUOTIENTS = frozenset("Div DivNoNan FloorDiv RealDiv".split())
 _POWERS = {"Inv": -1, "L2Loss": 2, "Reciprocal": -1, "Rsqrt": -.5, "Sqrt": .5, "Square": 2}
 _LINEAR_IN = {**dict.fromkeys(set(pointwise.QUOTIENTS.split()) - _QUOTIENTS, 0), **dict.fromkeys(pointwise.SLOPES.split(), 1)}
-_KEEPS = {name for name, rule in RULES.items() if rule.function.__module__ in (movement.__name__, reshapes.__name__)}.union((
+_KEEPS = {name for name, rule in RULES.items() if rule.does == MOVES}.union((
     "Abs Cast CheckNumerics Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN Max Mean "
     "Min NextIteration PlaceholderWithDefault Print Relu Sum Switch " + pointwise.HANDED_ON + " " + pointwise.LINEAR).split())
-
-_OF_SIZES = {RULES[name].function.__module__ for name in ("Shape", "Prod")}
 
 _MOST_TERMS, _MOST_DIMS, _MOST_FACTORS, _MOST_TURNS = 40, 8, 6, 6
 _SMALL = .01  # what is added to a number to keep it from 0
@@ -187,9 +186,7 @@ class _Step:
 
     def _is_number_of_rows(self):
         elements = self.placement.elements if isinstance(self.placement, Size) else ()
-        if len(elements) != 1 or not isinstance(elements[0], Additive):
-            return False
-        return self.op.type in _KEEPS or not self.op.inputs or RULES[self.op.type].function.__module__ in _OF_SIZES
+        return len(elements) == 1 and isinstance(elements[0], Additive) and self.op.type not in SIZES
 
     def _number(self, k):
         """Returns the number that an input is, a float; None where it is none that is known, or 0."""
