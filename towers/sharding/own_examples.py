@@ -22,9 +22,9 @@ from towers.sharding.plan.given import Given
 from towers.sharding.plan.guesses import Guesses
 from towers.sharding.plan.propagation import propagate
 from towers.sharding.plan.twin import layers_of
+from towers.sharding.rules.movement.slices import cut_to_size, takes_by_place, takes_equal_parts
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.plain.powers import Powers, others_than_means
-from towers.sharding.rules.slices import cut_to_size, takes_by_place, takes_equal_parts
 
 __all__ = ["warn_of_own_examples"]
 

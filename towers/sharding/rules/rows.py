@@ -1,7 +1,7 @@
 """Ops that compute each example by itself, along axis 0 of the inputs that are numbered here, and hold none else of the batch."""
 from towers.sharding.nodes import OwnRows, Unfit
 from towers.sharding.placements import Additive, Blocks, Own, Replicate, RowNumbers, Shard, Size, entries_of
-from towers.sharding.rules.movement import in_blocks, shape_wanted
+from towers.sharding.rules.movement.axes import in_blocks, shape_wanted
 from towers.sharding.rules.table import LAYER, rule
 
 __all__ = []

@@ -1,7 +1,7 @@
 """Rows that are added up by numbers: segments, and counts."""
 from towers.sharding.nodes import Numbered, Unfit
 from towers.sharding.placements import Blocks, Partial, Replicate, RowNumbers, Shard, Size, moved
-from towers.sharding.rules.gathers import aligned
+from towers.sharding.rules.movement.gathers import aligned
 from towers.sharding.rules.table import SUMS, rule
 
 ROWS = (Shard, RowNumbers)

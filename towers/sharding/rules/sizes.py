@@ -5,7 +5,7 @@ from towers.sharding.nodes import OwnRows, Refused, Unfit
 from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, entries_of, size_of
 from towers.sharding.rules.arithmetic import SIZES, is_of_size
 from towers.sharding.rules.loops.turns import is_within_turn
-from towers.sharding.rules.movement import first_additive, shape_wanted
+from towers.sharding.rules.movement.axes import first_additive, shape_wanted
 from towers.sharding.rules.table import ANY, SUMS, rule
 
 __all__ = ["SAMPLERS"]

@@ -7,7 +7,7 @@ from towers.sharding.rules.arithmetic import is_of_size
 from towers.sharding.rules.control_flow.lists import element_written
 from towers.sharding.rules.loops.in_turn import is_stack_of_rows, refuse_rows
 from towers.sharding.rules.loops.turns import are_numbers, is_list_of_rows, number_of_rows, row_read
-from towers.sharding.rules.movement import shape_wanted
+from towers.sharding.rules.movement.axes import shape_wanted
 from towers.sharding.rules.table import ANY, SUMS, rule
 
 __all__ = []

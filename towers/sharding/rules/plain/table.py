@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 from towers.sharding.nodes import Unfit
 from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard
-from towers.sharding.rules.gathers import where
-from towers.sharding.rules.movement import known_product
+from towers.sharding.rules.movement.axes import known_product
+from towers.sharding.rules.movement.gathers import where
 from towers.sharding.rules.plain.loops import until_the_last
 from towers.sharding.rules.plain.numbers import by_numbers, columns, counted, of_own_rows, times_of_numbers
 from towers.sharding.rules.sizes import SAMPLERS

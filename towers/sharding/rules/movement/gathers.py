@@ -11,7 +11,6 @@ from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Partia
 from towers.sharding.rules.arithmetic import is_of_size
 from towers.sharding.rules.loops.single_rows import row_taken
 from towers.sharding.rules.loops.turns import takes_its_row
-
 from towers.sharding.rules.reductions import own_rows_of
 from towers.sharding.rules.table import SUMS, rule
 

@@ -12,7 +12,7 @@ from towers.sharding.placements import (Additive, Blocks, InTurn, OneRow, Replic
 from towers.sharding.rules.arithmetic import is_of_size
 from towers.sharding.rules.loops.single_rows import row_taken
 from towers.sharding.rules.loops.turns import takes_its_row
-from towers.sharding.rules.movement import in_blocks, kept
+from towers.sharding.rules.movement.axes import in_blocks, kept
 from towers.sharding.rules.table import SUMS, rule
 
 __all__ = ["cut_to_size", "takes_by_place", "takes_equal_parts"]

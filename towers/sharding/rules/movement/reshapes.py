@@ -4,7 +4,7 @@ import dataclasses
 from towers.sharding.nodes import ShapeOf, Unfit
 from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
 from towers.sharding.rules.arithmetic import is_of_size
-from towers.sharding.rules.movement import in_blocks, known_product
+from towers.sharding.rules.movement.axes import in_blocks, known_product
 from towers.sharding.rules.reductions import axes_of_gradient
 from towers.sharding.rules.table import MOVES, SUMS, rule
 

@@ -1,0 +1,1 @@
+"""Values that are moved, whole axes or some of their rows, and come out as they were."""
