@@ -16,7 +16,6 @@ from towers.graph.walk import end_of
 from towers.meeting.exchanges import stands_at_exchange
 from towers.sharding.placements import Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard, Size
 from towers.sharding.rules import pointwise
-from towers.sharding.rules.arithmetic import SIZES
 from towers.sharding.rules.table import MOVES, RULES, SUMS
 
 __all__ = ["Powers", "others_than_means"]
@@ -34,6 +33,7 @@ _LINEAR_IN = {**dict.fromkeys(set(pointwise.QUOTIENTS.split()) - _QUOTIENTS, 0),
 _KEEPS = {name for name, rule in RULES.items() if rule.does == MOVES}.union((
     "Abs Cast CheckNumerics Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN Max Mean "
     "Min NextIteration PlaceholderWithDefault Print Relu Sum Switch " + pointwise.HANDED_ON + " " + pointwise.LINEAR).split())
+_COUNTS = _KEEPS.union(["Prod", "Shape", "ShapeN", "Size"])
 
 _MOST_TERMS, _MOST_DIMS, _MOST_FACTORS, _MOST_TURNS = 40, 8, 6, 6
 _SMALL = .01  # what is added to a number to keep it from 0
@@ -186,7 +186,7 @@ class _Step:
 
     def _is_number_of_rows(self):
         elements = self.placement.elements if isinstance(self.placement, Size) else ()
-        return len(elements) == 1 and isinstance(elements[0], Additive) and self.op.type not in SIZES
+        return len(elements) == 1 and isinstance(elements[0], Additive) and (self.op.type in _COUNTS or not self.op.inputs)
 
     def _number(self, k):
         """Returns the number that an input is, a float; None where it is none that is known, or 0."""
