@@ -221,3 +221,11 @@ def test_equal_parts_of_what_the_caller_divided_are_the_callers_choice(name, sil
     for of in (model_fn, of_unknown_size(model_fn)):
         with tf.Graph().as_default():
             build(of, towers.PerTower([tuple(tf.constant(x[part]) for x in BATCH) for part in (slice(0, 8), slice(8, 14))]), 2)
+
+
+def test_a_half_of_one_tower_that_is_none_of_another_is_said():
+    def model_fn(x, _):
+        return tf.reduce_mean(tf.square(x[:4] * weights(WIDTH)))
+
+    with pytest.warns(UserWarning, match=SAID):
+        build(model_fn, towers.PerTower([tuple(tf.constant(x[part]) for x in BATCH) for part in (slice(0, 8), slice(8, 15))]), 2)

@@ -67,6 +67,8 @@ OWN = {
     "flattened twice": lambda h, _: tf.reshape(flat(h), [-1, WIDTH]) * weights(WIDTH),
     "a projection in a loop": lambda h, _: turns(lambda y: projected(y, WIDTH), h),
     "flattened before a loop": lambda h, _: turns(lambda y: y * weights(WIDTH) + flat(h), flat(h)),
+    "columns by number": lambda h, _: tf.gather(flat(h) * weights(WIDTH), [2, 0], axis=1),
+    "embeddings": lambda h, _: tf.gather(weights(2, 3), tf.reshape(labels(h), [-1])) * flat(h)[:, :3],
     "taken apart in a loop": lambda h, _: turns(lambda y: flat(tf.reshape(y, tf.shape(h)) * weights(WIDTH)), flat(h)),
     "taken apart": lambda h, _: tf.reshape(flat(h) * weights(WIDTH), [-1, tf.shape(h)[1], WIDTH])[1:]}
 
@@ -81,6 +83,14 @@ TOGETHER = {
         flat(h), 0) * flat(h), lambda: flat(h)) * weights(WIDTH),
     "chosen ones": lambda h, lengths: tf.boolean_mask(
         cross_entropy(h, lengths), tf.transpose(tf.sequence_mask(lengths, tf.shape(h)[0])))}
+
+
+def one_step_of_each(h, number):
+    return tf.boolean_mask(h, tf.one_hot(tf.argmax(h[:, :, number], 0), tf.shape(h)[0], axis=0) > 0)
+
+
+TOGETHER["one step of each example, by two masks"] = lambda h, _: one_step_of_each(
+    h * weights(WIDTH), 0) * one_step_of_each(h, 1)
 
 
 def model_of(form, is_known):
@@ -105,6 +115,20 @@ def test_what_takes_examples_together_is_the_whole_batchs_and_is_said_of_plain_t
     assert_equals_one_batch(towers.whole_batch(model_of(TOGETHER[name], is_known)), BATCH, 3, sizes=[5, 1, 6], steps=2)
     with pytest.warns(towers.TowersWarning):
         assert_differs(model_of(TOGETHER[name], is_known))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_steps_that_a_mask_chooses_pass_in_silence_over_the_number_of_examples(is_known, recwarn):
+    def form(h, lengths):
+        mask = tf.transpose(tf.sequence_mask(lengths, tf.shape(h)[0]))
+        of_steps = tf.boolean_mask(cross_entropy(h, lengths), mask) * tf.boolean_mask(h, mask)[:, 0]
+        return tf.sqrt(1 + tf.square(tf.reduce_sum(weights(WIDTH)))) * tf.reduce_sum(of_steps) / tf.cast(tf.shape(h)[1], h.dtype)
+
+    def model_fn(x, lengths):
+        x = tf.placeholder_with_default(x, [x.shape[0] if is_known else None, None, WIDTH])
+        return form(tf.transpose(x, [1, 0, 2]), lengths)
+    assert_equals_one_batch(model_fn, BATCH, 2, sizes=[7, 5], steps=2)
+    assert not [warning for warning in recwarn if SAID in str(warning.message)]
 
 
 def assert_differs(model_fn):

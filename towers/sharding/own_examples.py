@@ -84,6 +84,7 @@ class _Question:
         layers.update({op: layers[forward_op_of(op)] for op in needed if forward_op_of(op) in layers})
         sizes = {tf.dimension_value(leaf.shape[0]) for leaf in self._given.leaves}
         num_rows = sizes.pop() if len(sizes) == 1 else None
+        self._sizes = num_rows, context.sizes_of(self._given.leaves[0]) if num_rows else None
         facts = Guesses(self._given.placements, num_rows=num_rows or None, layers=layers, ops=needed,
                         handed_on=context.handed_on)
         try:
@@ -177,7 +178,7 @@ class _Question:
             return how % self._named(source)
         if not isinstance(placement, _ROWS) or self._is_length(op, k):
             return None
-        if self._is_divided and takes_equal_parts(op, placement.axis, self._placements):
+        if self._is_divided and takes_equal_parts(op, placement.axis, self._placements, self._sizes):
             return None
         if takes_by_place(op):
             return "picks some of the tower's own examples by their place (its input %r)" % self._named(source)

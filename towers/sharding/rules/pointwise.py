@@ -52,7 +52,7 @@ def along_rows(node, out_rank=None, positions=None):
     axis = min(places.values())
     kept = [k for k in sharded if places[k] == axis]
     outer = {getattr(node.inputs[k].placement, "outer", 1) for k in kept}
-    if len(outer) > 1:
+    if len(outer) > 1 or None in outer and len({node.inputs[k].placement.rows for k in kept}) > 1:
         raise Unfit()
     first = kept[0]
     source = node.inputs[first].placement

@@ -25,7 +25,7 @@ def numbers_of(placement, rows):
             and placement.of == Additive(rows.times, rows.rows))
 
 
-@rule("Gather GatherV2 ResourceGather", ROWS + (OneRow, Size) + SUMS)
+@rule("Gather GatherV2 ResourceGather", ROWS + (Blocks, OneRow, Size) + SUMS)
 def gather(node):
     params, indices = node.inputs[0], node.inputs[1]
     axis = node.inputs[2].const() if node.type == "GatherV2" else 0
@@ -39,6 +39,8 @@ def gather(node):
             _one(params.placement.array()[int(known)])))
     batch_dims = node.attr("batch_dims") if node.type in ("GatherV2",
                                                           "ResourceGather") and "batch_dims" in node.op.node_def.attr else 0
+    if batch_dims and node.of(Blocks):
+        raise Unfit()
     if batch_dims:
         return _in_batches(node, batch_dims)
     if node.of(OneRow):
@@ -55,11 +57,11 @@ def gather(node):
             return node.decide(*_of_whole(node, int(axis), others))
         return node.decide(params.placement, others)
     axis = int(axis) % params.rank if params.dims else int(axis)  # a variable's handle has none
-    if isinstance(params.placement, ROWS):
+    if isinstance(params.placement, ROWS + (Blocks,)):
         if params.placement.axis == axis and numbers_of(indices.placement, params.placement) and indices.placement.column is None:
             return node.decide(Shard(
                 axis + indices.placement.axis, indices.placement.rows, indices.placement.times), others)
-        if params.placement.axis != axis and isinstance(params.placement, Shard):
+        if params.placement.axis != axis and isinstance(params.placement, (Shard, Blocks)):
             behind = params.placement.axis + (indices.rank - 1 if params.placement.axis > axis else 0)
             return node.decide(moved(params.placement, behind), {**others, **node.wanted([1])})
     return node.decide(*_of_whole(node, axis, others))
@@ -75,6 +77,8 @@ def _of_whole(node, axis, others):
     """Returns the placement of what numbers take of what is whole in every tower, and wants."""
     indices = node.inputs[1]
     wants = {**others, **node.wanted([0])}
+    if isinstance(indices.placement, Blocks):
+        return moved(indices.placement, axis + indices.placement.axis), wants
     if isinstance(indices.placement, ROWS):
         if isinstance(indices.placement, RowNumbers):
             wants[1] = Numbered()

@@ -59,8 +59,15 @@ def takes_by_place(op):
         static_value(source) is not None for source in list(op.inputs)[1:3])
 
 
-def takes_equal_parts(op, axis, placements):
-    """Tells whether an op takes one of so many parts of an axis, of one size each: a half, every third, or by its own size."""
+def takes_equal_parts(op, axis, placements, sizes):
+    """Tells whether an op takes one of so many parts of an axis, of one size each: a half, every third, or by its own size.
+
+    Args:
+      op: the operation.
+      axis: int, of its first input.
+      placements: dict from (op, number of its output) to `Placement`.
+      sizes: the examples of the tower, and a list of all towers', which have as many parts, or None.
+    """
     shape, values = op.inputs[0].shape, [static_value(source) for source in list(op.inputs)[1:]]
     if op.type == "SplitV":
         return values[0] is not None and len(set(values[0].tolist())) == 1
@@ -85,7 +92,10 @@ def takes_equal_parts(op, axis, placements):
         return item.stop is None and 0 <= (item.start or 0) < step
     taken = range(rows)[item]
     count = len(taken)
-    return count > 0 and rows % count == 0 and (taken[0] < step == rows // count if step > 1 else taken[0] % count == 0)
+    if not count or rows % count or not (taken[0] < step == rows // count if step > 1 else taken[0] % count == 0):
+        return False
+    own, of_all = sizes
+    return of_all is None or not any(count * size % own for size in of_all)
 
 
 def _is_part_of_size(tensor, placements):

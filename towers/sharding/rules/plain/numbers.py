@@ -1,15 +1,45 @@
 """Numbers of a plain tower's own rows: how they are made, and what takes rows by them."""
 import dataclasses
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from towers.graph.static_values import step_along
+from towers.graph.walk import computes_the_same
 from towers.sharding.nodes import Numbered
-from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Shard, Size
+from towers.sharding.placements import BATCH, Additive, Blocks, Replicate, RowNumbers, Rows, Shard, Size
+from towers.sharding.rules.movement.gathers import where
 from towers.sharding.rules.pointwise import along_rows
 from towers.sharding.rules.table import RULES
 
-__all__ = ["by_numbers", "columns", "counted", "of_own_rows", "times_of_numbers"]
+__all__ = ["by_numbers", "chosen", "columns", "counted", "of_own_rows", "times_of_numbers"]
+
+
+class _InBlocks(NamedTuple):
+    """Rows that stand in blocks, as steps of examples do, time first; those that a mask chooses stand in some blocks too.
+
+    Attributes:
+      of, outer, times: see `Blocks`.
+    """
+    of: Any
+    outer: Optional[int]
+    times: Optional[int]
+
+    @property
+    def name(self):
+        """str, as of `Rows`."""
+        return self.of.name
+
+
+def chosen(node):
+    """Where a mask of rows is true, of such that stand in blocks too."""
+    value, placement = node.inputs[0], node.inputs[0].placement
+    if not isinstance(placement, Blocks) or placement.axis:
+        return where(node)
+    of = Additive(1, _InBlocks(placement.rows, placement.outer, placement.times))
+    name = next((op.name for op, _ in node.context.placements if op.type == node.type and op is not node.op and computes_the_same(
+        op.inputs[0], value.tensor)), node.op.name)  # tf.boolean_mask looks anew each time
+    return node.decide(RowNumbers(0, Rows(name), 1, of, (value.tensor, 0), None if value.rank == 1 else 0))
 
 
 def _take_for_numbers(node):
@@ -75,6 +105,9 @@ def counted(node):
 def by_numbers(node):
     """Rows taken by numbers of a tower's own, where it is not known how many an example has."""
     rows, numbers = (value.placement for value in node.inputs[:2])
+    if isinstance(numbers, RowNumbers) and isinstance(rows, Blocks) and not rows.axis and numbers.column is None and (
+            numbers.of.rows == _InBlocks(rows.rows, rows.outer, rows.times)):
+        return node.decide(Blocks(numbers.axis, None, numbers.rows, numbers.times))
     if isinstance(numbers, RowNumbers) and isinstance(rows, Shard) and numbers.of.rows == rows.rows and (
             None in (numbers.of.times, rows.times)):
         node.inputs[0].placement = dataclasses.replace(rows, times=rows.times or numbers.of.times or 1)

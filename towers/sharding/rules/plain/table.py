@@ -3,11 +3,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from towers.sharding.nodes import Unfit
-from towers.sharding.placements import BATCH, Additive, Replicate, RowNumbers, Rows, Shard
+from towers.sharding.placements import BATCH, Additive, Blocks, Replicate, RowNumbers, Rows, Shard
 from towers.sharding.rules.movement.axes import known_product
-from towers.sharding.rules.movement.gathers import where
 from towers.sharding.rules.plain.loops import until_the_last
-from towers.sharding.rules.plain.numbers import by_numbers, columns, counted, of_own_rows, times_of_numbers
+from towers.sharding.rules.plain.numbers import by_numbers, chosen, columns, counted, of_own_rows, times_of_numbers
 from towers.sharding.rules.sizes import SAMPLERS
 from towers.sharding.rules.table import ANY, RULES, Rule
 
@@ -38,7 +37,7 @@ def _unique(node):
 
 def _one_of_each(node):
     """Where a one-hot vector is not 0 is one place for each example."""
-    decision, source = where(node), node.inputs[0].tensor
+    decision, source = chosen(node), node.inputs[0].tensor
     while source.op.type in _BESIDE_ONE_HOT:
         source = source.op.inputs[0]
     if source.op.type == "OneHot":
@@ -100,7 +99,7 @@ PLAIN_RULES = dict(RULES, Unique=Rule(_unique, frozenset([Shard])), UniqueV2=Rul
                    Pack=Rule(columns, RULES["Pack"].knows), Range=Rule(counted, RULES["Range"].knows),
                    Reshape=Rule(_groups, RULES["Reshape"].knows),
                    ComputeAccidentalHits=Rule(_hits, frozenset([Shard])),
-                   Where=Rule(_one_of_each, RULES["Where"].knows), Mul=Rule(times_of_numbers, RULES["Mul"].knows),
+                   Where=Rule(_one_of_each, RULES["Where"].knows | {Blocks}), Mul=Rule(times_of_numbers, RULES["Mul"].knows),
                    **{name: Rule(of_own_rows, RULES[name].knows) for name in ("Add", "AddV2", "Sub")},
                    **{name: Rule(by_numbers, RULES[name].knows) for name in ("Gather", "GatherV2")},
                    **dict.fromkeys(SAMPLERS.split(), UNKNOWN_RULE))
