@@ -96,6 +96,7 @@ def in_any_order(x):
     return tf.reduce_mean(tf.reduce_sum(tf.sin(2 * y) * w, 1))
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("placement", ["host", pytest.param("replicated", marks=pytest.mark.sweep)])
 def test_steps_of_eight_threads_on_one_session_train_to_what_they_train_to_one_after_the_other(placement):
     with tf.variable_scope("", use_resource=True):  # TensorFlow does not lock what it adds to ref variables

@@ -311,6 +311,7 @@ def test_a_batch_norm_of_each_steps_inputs_before_the_loop_syncs():
     assert_law(model_of(NETWORKS["lstm"], of_each_step))
 
 
+@pytest.mark.laws
 def test_the_mend_for_a_loop_that_normalizes_each_step_is_to_unroll_it():
     """What is refused in a loop syncs in one written out, moments of every step among them."""
     def network(x, lengths):

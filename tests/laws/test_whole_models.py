@@ -31,6 +31,7 @@ def test_whole_models_on_towers_train_as_without_towers(case):
         assert by <= 10 * floor, "%s differs by %.2g, where a last digit of the batch does %.2g" % (name, by, floor)
 
 
+@pytest.mark.laws
 @FEWER
 @hypothesis.given(cases(numbers_of_towers=(2, 3)), st.integers(0, 6), st.sampled_from(["moments", "squares"]))
 def test_one_batch_norm_that_is_not_synced_is_found_in_any_model(case, place, form):
@@ -47,6 +48,7 @@ def test_one_batch_norm_that_is_not_synced_is_found_in_any_model(case, place, fo
         assert difference(without_towers(case), several)[0] > 1e-6
 
 
+@pytest.mark.laws
 @hypothesis.settings(max_examples=max(CASES // 10, 8))  # towers are built, and nothing is run
 @hypothesis.given(st.sampled_from(sorted(REFUSED)), cases(numbers_of_towers=(2, 3)), st.integers(0, 6))
 def test_what_can_not_be_exact_is_refused_in_any_model(why, case, place):

@@ -213,6 +213,7 @@ def test_derivatives_taken_in_a_loop_are_differentiated_outside_of_it(batch_norm
         np.testing.assert_allclose(rounded, exact, rtol=1e-3)
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("batch_norm,num_towers", [
     pytest.param(batch_norm, num_towers, marks=(
         () if (batch_norm, num_towers) in ((by_moments, None), (synced, 2)) else pytest.mark.sweep))

@@ -128,6 +128,7 @@ def test_all_gather_joins_uneven_towers_in_order():
         np.testing.assert_array_equal(outputs, X[:5])
 
 
+@pytest.mark.laws
 def test_gradients_of_all_gather_and_all_reduce_to_third_order_equal_one_batch():
     weights = tf.get_variable("w", [3], tf.float64, tf.ones_initializer())
 

@@ -239,6 +239,7 @@ def test_a_step_takes_one_element_of_the_data_and_the_loop_no_more():
         assert list(made.run(numbers)) == list(range(8, 15)) and made.run(afterwards) == 15
 
 
+@pytest.mark.laws
 def test_what_was_trained_when_the_data_ends_stays_trained():
     def step():
         data = tf.data.make_one_shot_iterator(tf.data.Dataset.from_tensor_slices((X, LABELS)).batch(10)).get_next()
@@ -339,6 +340,7 @@ def test_loops_of_one_step_and_the_step_itself_run_in_one_call():
         assert alone == 3 and list(of_five) == [3] * 5 and list(of_seven) == [3] * 7 and made.run(variable) == 13
 
 
+@pytest.mark.laws
 def test_an_exported_graph_holds_the_loop():
     tf.set_random_seed(3)
     names = {name: result.name for name, result in towers.repeat(training(with_control_flow), 4).items()}

@@ -110,6 +110,7 @@ def test_a_worker_that_waits_in_vain_ends_and_says_for_whom(wrong, time_limit, m
     assert "Traceback" not in err
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("script,what", [(BUILDING, "(what they have to tell|its start)"),
                                          (MONITORED, "(the run after|run [12] of its session, which began at) global step [01]")])
 def test_whatever_finds_it_first_the_end_of_the_chief_is_one_sentence(script, what):
