@@ -131,6 +131,19 @@ def test_steps_that_a_mask_chooses_pass_in_silence_over_the_number_of_examples(i
     assert not [warning for warning in recwarn if SAID in str(warning.message)]
 
 
+def test_known_steps_of_unknown_examples_are_taken_apart_by_what_is_left(recwarn):
+    def model_fn(x, _):
+        h = tf.transpose(tf.placeholder_with_default(x, [None, STEPS, WIDTH]), [1, 0, 2])
+        apart = tf.reshape(flat(h) * weights(WIDTH), [-1, tf.shape(h)[1], WIDTH])
+        return tf.reduce_mean(tf.square(apart[1:] - 0.1)) + tf.reduce_mean(tf.square(tf.reduce_max(apart, 0)))
+
+    whole = towers.whole_batch(model_fn)
+    for each in (model_fn, whole):
+        assert_equals_one_batch(each, BATCH, 2, sizes=[7, 5], steps=2)
+    assert not [warning for warning in recwarn if SAID in str(warning.message)]
+    assert not [meeting for meeting in whole.meetings if meeting.conversion == "gather"]
+
+
 def assert_differs(model_fn):
     with pytest.raises(AssertionError):
         assert_equals_one_batch(model_fn, BATCH, 2, sizes=[7, 5], steps=2)

@@ -1,6 +1,8 @@
 """Reshapes: rows are kept, merged with the axes around them, or taken apart again."""
 import dataclasses
 
+import numpy as np
+
 from towers.sharding.nodes import ShapeOf, Unfit
 from towers.sharding.placements import BATCH, COMPUTED, Additive, Blocks, Replicate, RowNumbers, Shard, Size, moved, size_of
 from towers.sharding.rules.arithmetic import is_of_size
@@ -37,9 +39,11 @@ def reshape(node):
     if is_unknown or getattr(placement, "outer", 1) is None:
         return _of_unknown_blocks(node)
     before *= getattr(placement, "outer", 1)
+    after, some_after = known_product(value.whole[placement.axis + 1:])
+    if elements is not None and getattr(placement, "times", None) and not some_after:
+        elements = _what_is_left(list(elements), before * placement.times * after, placement.rows)
     whole = [element if size is None and isinstance(element, int) and element >= 0 else size
              for size, element in zip(out.whole, elements if elements is not None else out.whole)]
-    after, some_after = known_product(value.whole[placement.axis + 1:])
     for axis in range(out.rank):
         first, is_unknown = known_product(whole[:axis])
         element = None if elements is None else elements[axis]
@@ -57,6 +61,24 @@ def reshape(node):
             return node.decide(dataclasses.replace(placement, axis=axis, times=times), _target(node, elements, axis))
         return node.decide(in_blocks(placement, axis, outer, times), _target(node, elements, axis))
     raise Unfit()
+
+
+def _what_is_left(elements, entries, rows):
+    """Returns the elements of a shape with a number for a -1 in front of rows: `[-1, n, width]` of blocks of rows.
+
+    Args:
+      elements: list, as `Size` has them.
+      entries: int, how many entries an example has.
+      rows: `Rows`.
+    """
+    left = [k for k, element in enumerate(elements) if isinstance(element, int) and element < 0]
+    of_rows = [element for element in elements if isinstance(element, Additive)]
+    others = [element for element in elements if isinstance(element, int) and element >= 0]
+    if len(left) != 1 or len(of_rows) != 1 or len(others) + 2 != len(elements) or of_rows[0].rows != rows or (
+            elements.index(of_rows[0]) < left[0]):
+        return elements
+    known = int(np.prod(others, dtype=np.int64)) * (of_rows[0].times or 0)
+    return elements if not known or entries % known else elements[:left[0]] + [entries // known] + elements[left[0] + 1:]
 
 
 def _of_unknown_blocks(node):
