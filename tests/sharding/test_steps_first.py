@@ -144,6 +144,18 @@ def test_known_steps_of_unknown_examples_are_taken_apart_by_what_is_left(recwarn
     assert not [meeting for meeting in whole.meetings if meeting.conversion == "gather"]
 
 
+@pytest.mark.parametrize("of_shape", [
+    lambda shape: [shape[1], shape[0], WIDTH], lambda shape: [shape[1], -1, WIDTH], lambda shape: [-1, shape[0], WIDTH]])
+def test_a_reshape_that_takes_examples_for_steps_is_the_whole_batchs_and_said_of_plain_towers(of_shape):
+    def model_fn(x, _):
+        x = tf.placeholder_with_default(x, [None, None, WIDTH])
+        return tf.reduce_mean(tf.square(tf.nn.softmax(tf.reshape(x * weights(WIDTH), of_shape(tf.shape(x))), 1) - 0.1))
+
+    assert_equals_one_batch(towers.whole_batch(model_fn), BATCH, 2, sizes=[7, 5], steps=2)
+    with pytest.warns(towers.TowersWarning):
+        assert_differs(model_fn)
+
+
 def assert_differs(model_fn):
     with pytest.raises(AssertionError):
         assert_equals_one_batch(model_fn, BATCH, 2, sizes=[7, 5], steps=2)

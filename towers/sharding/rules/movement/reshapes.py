@@ -44,13 +44,18 @@ def reshape(node):
         elements = _what_is_left(list(elements), before * placement.times * after, placement.rows)
     whole = [element if size is None and isinstance(element, int) and element >= 0 else size
              for size, element in zip(out.whole, elements if elements is not None else out.whole)]
+    counts = [element for element in elements if element is not None and (is_of_size(element) or element < 0)] if (
+        elements is not None) else []
     for axis in range(out.rank):
         first, is_unknown = known_product(whole[:axis])
         element = None if elements is None else elements[axis]
         if is_unknown or not first or first > before:
             break
         is_kept = out.dims[axis] is None and isinstance(element, int) and element >= 0
-        if before % first or is_kept or not (isinstance(element, Additive) or out.varies(axis)):
+        # What is as long in all towers, or what numbers of rows leave, is no axis of rows.
+        is_alike = element is None and bool(counts) or isinstance(element, int) and element < 0 and any(
+            isinstance(count, Additive) for count in counts)
+        if before % first or is_kept or is_alike or not (isinstance(element, Additive) or out.varies(axis)):
             continue
         outer = before // first
         times = _times(placement, element, outer, (after, some_after), known_product(whole[axis + 1:]),
@@ -103,7 +108,8 @@ def _of_unknown_blocks(node):
             found = Shard(axis, placement.rows, element.times)
         elif behind != after or some_after:
             raise Unfit()
-        elif is_asked and isinstance(element, int) and element < 0 and None in elements[:axis]:
+        elif is_asked and isinstance(element, int) and element < 0 and None in elements[:axis] and _are_sizes(
+                node.inputs[1].tensor):
             found = Shard(axis, placement.rows, placement.times)
         elif not all(isinstance(other, int) and other == 1 for other in elements[:axis]):
             raise Unfit()
@@ -115,6 +121,11 @@ def _of_unknown_blocks(node):
             raise Unfit()
         return node.decide(found, _target(node, elements, axis))
     raise Unfit()
+
+
+def _are_sizes(shape):
+    """Tells whether a shape's elements are sizes as they are, numbers, and none that is computed of them."""
+    return shape.op.type != "Pack" or all(source.op.type in ("Const", "StridedSlice") for source in shape.op.inputs)
 
 
 def _rows_of_any_rank(node):
