@@ -156,6 +156,37 @@ def test_a_reshape_that_takes_examples_for_steps_is_the_whole_batchs_and_said_of
         assert_differs(model_fn)
 
 
+def first_steps(x, count):
+    """Rows, so many of each example."""
+    return tf.reshape(x[:, :count] * weights(WIDTH), [-1, WIDTH])
+
+
+def chosen(one, other):
+    return tf.nn.softmax(tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: one, lambda: other), 0)
+
+
+OF_ANOTHER_NUMBER = {
+    "two or one of each": lambda x, _: chosen(first_steps(x, 2), first_steps(x, 1)),
+    "one or two of each": lambda x, _: chosen(first_steps(x, 1), first_steps(x, 2)),
+    "one of each, or all sorted": lambda x, _: chosen(tf.sort(first_steps(x, 2), 0), first_steps(x, 1)),
+    "twice as many in each turn": lambda x, _: tf.nn.softmax(tf.while_loop(lambda k, _: k < 2, lambda k, y: (
+        k + 1, tf.reshape(tf.stack([y, tf.sin(y)], 1), [-1, WIDTH])), (0, first_steps(x, 1)), shape_invariants=(
+            tf.TensorShape([]), tf.TensorShape([None, WIDTH])))[1], 0),
+    "lengths in another order": lambda x, lengths: tf.concat([x, x], 0) * tf.reverse_sequence(
+        tf.concat([x, tf.sin(x)], 0) * weights(WIDTH), tf.reshape(tf.tile(lengths[:, None], [1, 2]), [-1]), 1, 0)}
+
+
+@pytest.mark.parametrize("name", sorted(OF_ANOTHER_NUMBER))
+def test_rows_that_are_laid_out_otherwise_are_no_others(name):
+    def model_fn(x, lengths):
+        x = tf.placeholder_with_default(x, [None, STEPS, WIDTH])
+        return tf.reduce_mean(tf.square(OF_ANOTHER_NUMBER[name](x, lengths) - 0.1))
+
+    assert_equals_one_batch(towers.whole_batch(model_fn), BATCH, 2, sizes=[7, 5], steps=2)
+    with pytest.warns(towers.TowersWarning):
+        assert_differs(model_fn)
+
+
 def assert_differs(model_fn):
     with pytest.raises(AssertionError):
         assert_equals_one_batch(model_fn, BATCH, 2, sizes=[7, 5], steps=2)

@@ -203,7 +203,7 @@ class _Call:
         if not self._is_sum:
             return loss
         tower = current_tower()
-        shared = [term for term in _terms(loss) if tf.get_static_value(term) is None and not takes_own_data([term], tower)]
+        shared = [term for term in _terms(loss) if tf.get_static_value(term) is None and not takes_own_data(term, tower)]
         if shared and tower.num_towers > 1:
             raise ValueError(
                 "The loss %r is a sum over examples, by loss_reduction, and adds %r, which takes nothing of the batch and would "

@@ -23,7 +23,7 @@ def joined(replicas, key):
 
 def _joined(tensors, replicas):
     first, context = tensors[0], replicas[0].context
-    if not takes_own_data([first], context) and not _has_a_row_for_each_example(first, context):
+    if not takes_own_data(first, context) and not _has_a_row_for_each_example(first, context):
         return first
     if first.shape.rank != 0:
         return tf.concat(tensors, 0)

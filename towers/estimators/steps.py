@@ -10,7 +10,7 @@ from towers.estimators.gradient_forms import DENSE, NONE, SPARSE
 from towers.graph.private import control_flow_of, rewire, run_after
 from towers.graph.walk import ancestors, descendants, op_of
 from towers.meeting.slices import ops_of
-from towers.state.own_data import takes_own_data
+from towers.state.own_data import of_own_data
 from towers.state.update_ops import collect_update_ops
 from towers.training.gradients import average_gradients, scaled_gradients
 from towers.training.transforms import Step, Transform, begin, mapped
@@ -227,8 +227,9 @@ class _Steps:
         made = tf.get_default_graph().get_operations()[first_op:]
         left_out = handed_in.union(made)
         taken = [op for op in dict.fromkeys(tensor.op for op in made for tensor in op.inputs) if op not in left_out]
-        if takes_own_data(taken, tower.context, stop=handed_in):
-            own = next(op.name for op in taken if takes_own_data([op], tower.context, stop=handed_in))
+        of_own = of_own_data(tower.context, stop=handed_in)
+        own = next((op.name for op in taken if op in of_own), None)
+        if own is not None:
             raise ValueError(
                 "The optimizer %s is given a learning rate or another argument (%r) that is made of tower 0's own part of the "
                 "batch: make it of all towers' by towers.all_reduce." % (type(step.optimizer).__name__, own))

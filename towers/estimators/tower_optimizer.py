@@ -16,7 +16,7 @@ from towers.estimators.gradient_forms import DENSE, NONE, gradient_forms
 from towers.graph.private import control_flow_now
 from towers.graph.walk import ancestors, descendants, op_of
 from towers.meeting.slices import ops_of
-from towers.state.own_data import takes_own_data
+from towers.state.own_data import of_own_data
 
 __all__ = ["Asked", "TowerOptimizer"]
 
@@ -126,10 +126,10 @@ class Asked:
           ValueError: where they are made of anything that is one tower's own.
         """
         stand_ins = {op: number for number, of_pass in enumerate(self.passes) for op in ops_of(of_pass.gradients or ())}
-        found = set()
+        found, of_own = set(), of_own_data(current_tower(), stop=stand_ins)
         for gradient, variable in grads:
             ops = ops_of([gradient])
-            if takes_own_data(ops, current_tower(), stop=stand_ins):
+            if of_own.intersection(ops):
                 raise ValueError(
                     "TowerOptimizer.apply_gradients: the gradient of %r (%r) is made of the tower's own part of the batch, so it "
                     "is no gradient of the whole batch. Take gradients by compute_gradients of the TowerOptimizer, not by "

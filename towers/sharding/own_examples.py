@@ -133,6 +133,9 @@ class _Question:
                 given = list(op.inputs)[len(op.inputs) - len(inner.body.inputs):]
                 self._outside.update(zip(map(end_of, inner.body.inputs), given))
                 self._look_at(inner.plan, scope + self._named(op.outputs[0]) + "/")
+                if any(isinstance(want, Replicated) and isinstance(inner.placement(inner.body.outputs[number]), _ROWS)
+                       for number, want in inner.returns.items()):
+                    self._add(op, scope, "combines the tower's own examples (in what it returns)")
             if decision is not None and decision.instead is not None and decision.meets == "sum" and op in self._averaged:
                 self._note_batch_norm(op, scope)
             elif decision is not None and decision.instead is not None and decision.meets == "sum":

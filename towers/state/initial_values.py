@@ -10,7 +10,7 @@ import tensorflow.compat.v1 as tf
 from towers.api.wording import TowersWarning, some_of
 from towers.graph.op_types import OF_SHAPES
 from towers.graph.walk import ancestors, end_of, is_variable, op_of
-from towers.state.own_data import own_leaves, takes_own_data
+from towers.state.own_data import of_own_data, own_leaves
 
 __all__ = ["warn_of_initial_values"]
 
@@ -30,8 +30,8 @@ def warn_of_initial_values(towers, batches, added, stacklevel=4):
     made, own = set(first.ops), own_leaves(batches, first.context.meetings.peers)[0]
     stop = {op for op in first.ops if op.type in OF_SHAPES or _takes_first_rows(op, own)}
     variables = {item.op: item for items in added.values() for item in items if is_variable(item)}
-    found = [op for op, variable in variables.items() if variable.initializer in made and takes_own_data(
-        [variable.initializer], first.context, stop, own)]
+    of_own = of_own_data(first.context, stop, own)
+    found = [op for op, variable in variables.items() if variable.initializer in made and variable.initializer in of_own]
     if not found:
         return
     ends = tf.nest.flatten(first.outputs, expand_composites=True) + [item for items in added.values() for item in items]

@@ -1,46 +1,31 @@
 """Whether what a tower computed is of its own part of the batch, or the same in all towers."""
-from towers.graph.walk import end_of, op_of, tensors_of
+from towers.graph.walk import end_of, tensors_of
 from towers.meeting.exchanges import stands_at_exchange
 
 __all__ = ["of_own_data", "own_leaves", "takes_own_data"]
 
 
-def takes_own_data(items, context, stop=(), own=None):
-    """Tells whether tensors or ops of a tower take anything of the tower's own batch.
+def takes_own_data(tensor, context):
+    """Tells whether a tensor is, or takes anything, of the tower's own batch."""
+    return end_of(tensor) in _leaves_of(context.batch) or tensor.op in of_own_data(context)
+
+
+def of_own_data(context, stop=(), own=None):
+    """Returns the set of all ops that take anything of a tower's own batch.
 
     What towers exchanged is all of theirs, and scalars of the batch are given to every tower. Only data is followed, not what
     waits for what.
 
     Args:
-      items: list of tensors and operations.
       context: the tower's `TowerContext`.
       stop: operations that are not passed.
       own: set of the ends of what is the tower's own; None is all that it has of the batch.
     """
     own = _leaves_of(context.batch) if own is None else own
-    seen, stack = set(), []
-    for item in items:
-        if end_of(item) in own:
-            return True
-        stack.append(op_of(item))
-    while stack:
-        op = stack.pop()
-        if op in seen or op in stop or op in context.meetings.stand_ins or stands_at_exchange(op):
-            continue
-        seen.add(op)
-        for tensor in op.inputs:
-            if end_of(tensor) in own:
-                return True
-            stack.append(tensor.op)
-    return False
-
-
-def of_own_data(context):
-    """Returns the set of all ops that take, as `takes_own_data` has it, anything of a tower's own batch."""
-    found, stack = set(), [op.outputs[number] for op, number in _leaves_of(context.batch)]
+    found, stack = set(), [op.outputs[number] for op, number in own]
     while stack:
         for op in stack.pop().consumers():
-            if op not in found and op not in context.meetings.stand_ins and not stands_at_exchange(op):
+            if op not in found and op not in stop and op not in context.meetings.stand_ins and not stands_at_exchange(op):
                 found.add(op)
                 stack.extend(op.outputs)
     return found

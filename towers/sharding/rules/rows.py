@@ -84,10 +84,11 @@ def fourier(node):
 
 @rule("ReverseSequence", ROWS, does=LAYER)
 def reverse_sequence(node):
-    placement = node.inputs[0].placement
-    if not isinstance(placement, ROWS):
+    placement, lengths = (value.placement for value in node.inputs)
+    if not node.all(*ROWS) or node.attr("batch_dim") != placement.axis:
         raise Unfit()
-    if node.attr("batch_dim") != placement.axis or not isinstance(node.inputs[1].placement, ROWS):
+    outer = getattr(placement, "outer", 1)
+    if getattr(lengths, "outer", 1) != outer or outer is None and lengths.times != placement.times:
         raise Unfit()
     return node.decide(placement)
 

@@ -17,6 +17,8 @@ from towers.sharding.rules.table import ANY, SUMS, rule
 
 __all__ = ["element_written", "joined"]
 
+_ROWS = (Shard, Blocks, RowNumbers)
+
 
 def joined(node, numbers):
     """Returns wants and the placement of what is one input or the other, as a branch or the turns of a loop have it.
@@ -28,6 +30,8 @@ def joined(node, numbers):
     found = [node.inputs[k].placement for k in numbers]
     if all(isinstance(placement, Replicate) for placement in found):
         return {}, found[0] if all(placement.is_known_as(found[0]) for placement in found) else Replicate()
+    if len({getattr(placement, "times", None) for placement in found if isinstance(placement, _ROWS)}) > 1:
+        raise Unfit()  # one has twice the rows of the other, say
     if all(placement == found[0] for placement in found):
         return {}, found[0]
     if all(isinstance(placement, Listed) for placement in found):
@@ -42,7 +46,7 @@ def joined(node, numbers):
         raise Unfit()
     if any(isinstance(placement, (InTurn, Running)) for placement in found):
         return joined_in_turn(node, numbers)
-    if any(isinstance(placement, (Shard, Blocks, RowNumbers)) for placement in found):
+    if any(isinstance(placement, _ROWS) for placement in found):
         return _of_rows(node, numbers)
     if all(isinstance(placement, (Size, Replicate)) for placement in found):
         arrays = [node.inputs[k].elements() for k in numbers]
@@ -73,17 +77,25 @@ def _merged(one, other):
 
 
 def _of_rows(node, numbers):
-    rows = [k for k in numbers if isinstance(node.inputs[k].placement, (Shard, Blocks, RowNumbers))]
+    rows = [k for k in numbers if isinstance(node.inputs[k].placement, _ROWS)]
     layouts = {(node.inputs[k].placement.axis, getattr(node.inputs[k].placement, "outer", 1)) for k in rows}
     if len(layouts) > 1:
         raise Unfit()
     first = node.inputs[rows[0]].placement
     like, outer = (node.inputs[rows[0]].tensor, first.axis), getattr(first, "outer", 1)
     wants = {k: Numbered() for k in rows if isinstance(node.inputs[k].placement, RowNumbers)}
-    wants.update((k, OwnRows(first.axis, like, outer)) for k in numbers if k not in rows)
+    for k in set(numbers).difference(rows):
+        if not _is_as_long(node.inputs[k], node.inputs[rows[0]], first.axis):
+            raise Unfit()
+        wants[k] = OwnRows(first.axis, like, outer)
     same = {node.inputs[k].placement.rows for k in rows}
     named = same.pop() if len(same) == 1 else Rows(node.op.name)
     return wants, Shard(first.axis, named, first.times) if outer == 1 else dataclasses.replace(first, rows=named)
+
+
+def _is_as_long(one, other, axis):
+    """Tells whether it is known that two inputs have as many entries along an axis in one tower on the whole batch."""
+    return one.rank == other.rank and one.whole[axis] is not None and one.whole[axis] == other.whole[axis]
 
 
 @rule("Merge RefMerge", ANY + (InTurn, Running, Turn), always=True)

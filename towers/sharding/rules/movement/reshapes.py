@@ -44,17 +44,13 @@ def reshape(node):
         elements = _what_is_left(list(elements), before * placement.times * after, placement.rows)
     whole = [element if size is None and isinstance(element, int) and element >= 0 else size
              for size, element in zip(out.whole, elements if elements is not None else out.whole)]
-    counts = [element for element in elements if element is not None and (is_of_size(element) or element < 0)] if (
-        elements is not None) else []
     for axis in range(out.rank):
         first, is_unknown = known_product(whole[:axis])
         element = None if elements is None else elements[axis]
         if is_unknown or not first or first > before:
             break
         is_kept = out.dims[axis] is None and isinstance(element, int) and element >= 0
-        # What is as long in all towers, or what numbers of rows leave, is no axis of rows.
-        is_alike = element is None and bool(counts) or isinstance(element, int) and element < 0 and any(
-            isinstance(count, Additive) for count in counts)
+        is_alike = elements is not None and _is_alike(element, elements)
         if before % first or is_kept or is_alike or not (isinstance(element, Additive) or out.varies(axis)):
             continue
         outer = before // first
@@ -66,6 +62,13 @@ def reshape(node):
             return node.decide(dataclasses.replace(placement, axis=axis, times=times), _target(node, elements, axis))
         return node.decide(in_blocks(placement, axis, outer, times), _target(node, elements, axis))
     raise Unfit()
+
+
+def _is_alike(element, elements):
+    """Tells whether an element of a shape is as long in all towers, or what numbers of rows leave: no axis of rows."""
+    if element is None:
+        return any(other is not None and (is_of_size(other) or other < 0) for other in elements)
+    return isinstance(element, int) and element < 0 and any(isinstance(other, Additive) for other in elements)
 
 
 def _what_is_left(elements, entries, rows):
