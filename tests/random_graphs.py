@@ -726,10 +726,10 @@ def _run(replicas, last, feeds, times=1):
     return found
 
 
-def on_one(program, total):
+def on_one(program, total, is_known):
     """Returns `Ran` of one tower on the whole batch, and that of a batch and variables whose last digits are others."""
     with tf.Graph().as_default():
-        given = [tf.placeholder(value.dtype, (None,) + value.shape[1:]) for value in batch_of(total)]
+        given = [tf.placeholder(value.dtype, (total if is_known else None,) + value.shape[1:]) for value in batch_of(total)]
         replicas = build(model_of(program), tuple(given), 1)
         return _run(replicas, replicas[0].outputs["last"], dict(zip(given, batch_of(total))), 2)
 

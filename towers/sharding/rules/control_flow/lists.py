@@ -85,7 +85,7 @@ def _of_rows(node, numbers):
     like, outer = (node.inputs[rows[0]].tensor, first.axis), getattr(first, "outer", 1)
     wants = {k: Numbered() for k in rows if isinstance(node.inputs[k].placement, RowNumbers)}
     for k in set(numbers).difference(rows):
-        if not _is_as_long(node.inputs[k], node.inputs[rows[0]], first.axis):
+        if not _is_as_long(node, k, rows[0]):
             raise Unfit()
         wants[k] = OwnRows(first.axis, like, outer)
     same = {node.inputs[k].placement.rows for k in rows}
@@ -93,9 +93,14 @@ def _of_rows(node, numbers):
     return wants, Shard(first.axis, named, first.times) if outer == 1 else dataclasses.replace(first, rows=named)
 
 
-def _is_as_long(one, other, axis):
-    """Tells whether it is known that two inputs have as many entries along an axis in one tower on the whole batch."""
-    return one.rank == other.rank and one.whole[axis] is not None and one.whole[axis] == other.whole[axis]
+def _is_as_long(node, one, other):
+    """Tells whether it is known that an input has as many entries as another has rows, in one tower on the whole batch."""
+    one, other = node.inputs[one], node.inputs[other]
+    if one.rank != other.rank:
+        return False
+    axis = other.placement.axis
+    sizes = [value.dims[axis] if node.context.is_only_asked else value.whole[axis] for value in (one, other)]
+    return sizes[0] is not None and sizes[0] == sizes[1]
 
 
 @rule("Merge RefMerge", ANY + (InTurn, Running, Turn), always=True)
