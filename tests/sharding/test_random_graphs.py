@@ -20,7 +20,8 @@ TILED = [Step("pairs", ()), Step("gradient", ())]
 # Rows with a number for each of all examples, in turn: TensorFlow took them for as long as the tower's batch.
 ROWS_OF_ALL = [Step("reshape", ()), Step("gather", (7,)), Step("mapped", ())]
 # In control flow 1 TensorFlow has no gradient of what is looked up in a loop's result by rows of a known number.
-LOOKED_UP = [Step("looped", (15, 21, 29, 0, 11)), Step("number_of", (0, 0, 0, 29, 0, 0)), Step("reshape", (0, 0)), Step("gather", ())]
+LOOKED_UP = [Step("looped", (15, 21, 29, 0, 11)), Step("number_of", (0, 0, 0, 29, 0, 0)), Step("reshape", (0, 0)),
+             Step("gather", ())]
 
 
 @pytest.mark.laws
