@@ -162,13 +162,13 @@ def first_steps(x, count):
 
 
 def chosen(one, other):
-    return tf.nn.softmax(tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: one, lambda: other), 0)
+    return tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: one, lambda: other)
 
 
 OF_ANOTHER_NUMBER = {
-    "two or one of each": lambda x, _: chosen(first_steps(x, 2), first_steps(x, 1)),
-    "one or two of each": lambda x, _: chosen(first_steps(x, 1), first_steps(x, 2)),
-    "one of each, or all sorted": lambda x, _: chosen(tf.sort(first_steps(x, 2), 0), first_steps(x, 1)),
+    "two or one of each": lambda x, _: tf.nn.softmax(chosen(first_steps(x, 2), first_steps(x, 1)), 0),
+    "one or two of each": lambda x, _: tf.nn.softmax(chosen(first_steps(x, 1), first_steps(x, 2)), 0),
+    "one of each, or all sorted": lambda x, _: tf.nn.softmax(chosen(tf.sort(first_steps(x, 2), 0), first_steps(x, 1)), 0),
     "twice as many in each turn": lambda x, _: tf.nn.softmax(tf.while_loop(lambda k, _: k < 2, lambda k, y: (
         k + 1, tf.reshape(tf.stack([y, tf.sin(y)], 1), [-1, WIDTH])), (0, first_steps(x, 1)), shape_invariants=(
             tf.TensorShape([]), tf.TensorShape([None, WIDTH])))[1], 0),
@@ -185,6 +185,37 @@ def test_rows_that_are_laid_out_otherwise_are_no_others(name):
     assert_equals_one_batch(towers.whole_batch(model_fn), BATCH, 2, sizes=[7, 5], steps=2)
     with pytest.warns(towers.TowersWarning):
         assert_differs(model_fn)
+
+
+def by_place(rows):
+    """Some rows of the whole batch, times what stands for their place."""
+    return tf.nn.softmax(rows[2:32:3] * weights(WIDTH) * np.cos(np.arange(10))[:, None], 0)
+
+
+def twice(h):
+    return flat(tf.concat([h, tf.sin(h)], 0))
+
+
+def of_a_sequence(h):
+    elements = tf.TensorArray(h.dtype, 2, infer_shape=False, clear_after_read=False).write(0, flat(h)).write(1, twice(h))
+    return tf.ensure_shape(elements.read(1), [None, WIDTH])
+
+
+FLATTENED_ELSEWHERE = {
+    "twice the steps in a branch": lambda h: chosen(twice(h), flat(h)),
+    "twice the steps in the other branch": lambda h: chosen(flat(h), twice(h)),
+    "in branches": lambda h: tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: flat(h * 2), lambda: flat(tf.sin(h))),
+    "in a function": lambda h: tf.function(lambda h: flat(h * 2))(h),
+    "twice the steps in each turn": lambda h: tf.while_loop(
+        lambda k, _: k < 2, lambda k, y: (k + 1, twice(tf.reshape(y, [-1, tf.shape(h)[1], WIDTH]))), (0, flat(h)),
+        shape_invariants=(tf.TensorShape([]), tf.TensorShape([None, WIDTH])))[1],
+    "in a sequence": of_a_sequence}
+
+
+@pytest.mark.parametrize("name,sizes", covering(sorted(FLATTENED_ELSEWHERE), [(7, 5), (6, 0, 6)], one_in=2))
+def test_steps_that_are_flattened_elsewhere_are_gathered_as_they_are(name, sizes):
+    model_fn = model_of(lambda h, _: by_place(FLATTENED_ELSEWHERE[name](h)), False)
+    assert_equals_one_batch(towers.whole_batch(model_fn), BATCH, len(sizes), sizes=sizes, steps=2)
 
 
 def assert_differs(model_fn):

@@ -67,14 +67,13 @@ class Blocks(Placement):
 
     Attributes:
       axis, rows, times: as of `Shard`, of one block.
-      outer: int, 2 or more; None where it is known only when the graph runs.
-      in_front: (tensor, axis), then: the sizes that a tensor has in front of an axis are as many together.
+      outer: int, 2 or more; None where only the graph knows it when it runs: by its size, for there are `times` rows for each
+        of the batch in a block then.
     """
     axis: int
     outer: Optional[int]
     rows: Rows
-    times: Optional[int] = dataclasses.field(compare=False)
-    in_front: Any = dataclasses.field(default=None, compare=False)
+    times: Optional[int]
 
     def __str__(self):
         return "%s blocks sharded along axis %d" % ("some" if self.outer is None else self.outer, self.axis)

@@ -244,14 +244,14 @@ class Conversions:
 
     def _gathered(self, value, placement, tensor):
         self._note(value, "gather")
-        axis, outer, rank = placement.axis, self._blocks_of(placement), value.shape.rank
+        axis, rank = placement.axis, value.shape.rank
         if rank is None:
             raise Refused("%r has an unknown rank, and would have to be gathered along axis %d: give it a shape"
                           % (tensor.name, axis))
         static = value.shape.as_list()
         is_in_blocks = isinstance(placement, Blocks)
         if is_in_blocks:
-            value = blocks_apart(value, axis, outer)
+            value = blocks_apart(value, axis, self._blocks_in(value, placement, tensor))
             axis += 1
         order = [axis] + [i for i in range(value.shape.rank) if i != axis]
         value = tf.transpose(value, order) if axis else value
@@ -269,12 +269,14 @@ class Conversions:
         dims = None if self._whole is None else self._whole.dims(tensor)
         return None if dims is None else dims[placement.axis]
 
-    def _blocks_of(self, placement):
-        """Returns in how many blocks rows stand, an int or int32 scalar."""
-        if getattr(placement, "outer", 1) is not None:
-            return getattr(placement, "outer", 1)
-        tensor, axis = placement.in_front
-        return tf.maximum(tf.reduce_prod(tf.shape(self._now(tensor))[:axis]), 1)
+    def _blocks_in(self, value, placement, tensor):
+        """Returns in how many blocks a tower's rows stand, an int or int32 scalar: where it has no rows, as in the others."""
+        if placement.outer is not None:
+            return placement.outer
+        own, _, _ = self._rows_of(placement.rows, placement.times, None, 1)
+        number = _number_of_blocks(value, placement.axis, own)
+        self._note(number, "rows", tensor)
+        return all_reduce(number, "max")
 
     def own_rows(self, value, want):
         """Returns a tower's own rows of what all towers have alike."""
@@ -288,10 +290,9 @@ class Conversions:
             rows, times, like = placement.rows, getattr(placement, "times", None), want.like
             if isinstance(placement, RowNumbers):
                 times = None
-            if outer is None:
-                outer = self._blocks_of(placement)
-        own, _, first = self._rows_of(rows, times, like, outer)
+        own, total, first = self._rows_of(rows, times, like, 1 if outer is None else outer)
         with self._where(value), may_differ():
+            outer = _number_of_blocks(value, axis, total) if outer is None else outer
             return some_rows(value, axis, outer, own, first)
 
     def _numbered(self, value, placement):
@@ -421,6 +422,11 @@ def _beside(tensor, tower):
     """A name scope for what is made of a tensor."""
     name = tensor.op.name if tensor.op.name.startswith(tower.name_scope) else tower.name_scope + tensor.op.name
     return tf.name_scope(name + "/whole_batch/")
+
+
+def _number_of_blocks(value, axis, rows):
+    """Returns how many blocks of so many rows an axis has, an int32 scalar of 1 or more."""
+    return tf.maximum(tf.shape(value)[axis] // tf.maximum(rows, 1), 1)
 
 
 def _may_be_memory(tensor):

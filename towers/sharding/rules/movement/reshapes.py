@@ -118,8 +118,8 @@ def _of_unknown_blocks(node):
             raise Unfit()
         elif isinstance(placement, Blocks) and known_product(value.whole[:placement.axis]) == (1, False):
             found = moved(placement, axis)
-        elif type(placement) is Shard and (is_asked or not node.is_repeated or placement.rows == BATCH and placement.times):
-            found = Blocks(axis, None, placement.rows, placement.times, (value.tensor, placement.axis))
+        elif type(placement) is Shard and (is_asked or placement.rows == BATCH and placement.times):
+            found = Blocks(axis, None, placement.rows, placement.times)
         else:
             raise Unfit()
         return node.decide(found, _target(node, elements, axis))
