@@ -184,11 +184,60 @@ def test_what_treats_all_examples_alike_is_that_of_the_whole_batch_and_passes_in
     assert_equals_one_batch(model_fn, (X, Y, LABELS), 3, steps=2)
 
 
+FOR_ALL = "takes what all towers have alike for what belongs to its examples"
+
+
 @pytest.mark.parametrize("cut", [lambda y, n: y[:n], lambda y, n: tf.slice(y, [0, 0], [n, -1])])
 def test_labels_from_outside_cut_to_the_size_of_a_tower_are_said(cut):
     outside = tf.placeholder_with_default(Y, [None, 1])
-    with pytest.warns(towers.TowersWarning, match="takes the first of what is no part of the batch"):
+    with pytest.warns(towers.TowersWarning, match=FOR_ALL):
         build(lambda x: loss_of(features(x), cut(outside, tf.shape(x)[0])), (X,), 2)
+
+
+def size(x):
+    """A number of Python's, where the batch has a known size."""
+    return int(x.shape[0])
+
+
+def of_table(of):
+    return of(tf.get_variable("table", [B, C], tf.float64, tf.constant_initializer(np.cos(np.arange(B * C).reshape(B, C)))))
+
+
+MADE_FOR_ALL = {
+    "numbers for labels": lambda x: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels=tf.range(size(x)), logits=tf.concat([features(x)] * 3, 1))),
+    "classes by number": lambda x: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels=np.arange(size(x)) // 3 % C, logits=features(x))),
+    "weights that grow": lambda x: tf.reduce_mean(features(x) * np.linspace(0, 1, size(x))[:, None]),
+    "numbers as weights": lambda x: tf.reduce_mean(features(x) * tf.cast(tf.range(size(x)), x.dtype)[:, None]),
+    "a mask that leaves one out": lambda x: tf.reduce_mean(features(x) * (np.arange(size(x)) > 0)[:, None]),
+    "all but the first": lambda x: tf.reduce_mean(tf.where_v2(tf.range(size(x))[:, None] > 0, features(x), 0.0)),
+    "real and fake in halves": lambda x: tf.reduce_mean(tf.square(features(x) - tf.concat(
+        [tf.ones([size(x) // 2, 1], x.dtype), tf.zeros([size(x) - size(x) // 2, 1], x.dtype)], 0))),
+    "a variable's first rows": lambda x: tf.reduce_mean(features(x) * of_table(lambda table: table[:size(x)])),
+    "a variable's rows by number": lambda x: tf.reduce_mean(features(x) * of_table(
+        lambda table: tf.gather(table, np.arange(size(x)))))}
+MADE_FOR_EACH = {
+    "ones": lambda x: tf.reduce_mean(features(x) * np.ones([size(x), 1])),
+    "a state of nothing": lambda x: tf.reduce_mean(features(x) + tf.zeros([size(x), C], x.dtype)),
+    "one class": lambda x: tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels=np.full([size(x)], 2), logits=features(x))),
+    "one and the other": lambda x: tf.reduce_mean(features(x) * (np.arange(size(x)) % 2)[:, None]),
+    "lengths": lambda x: tf.reduce_mean(features(x) * tf.sequence_mask([3] * size(x), C, x.dtype)),
+    "a row of a variable": lambda x: tf.reduce_mean(features(x) * of_table(lambda table: table[:1])),
+    "classes of nothing": lambda x: tf.reduce_mean(features(x) * tf.one_hot(tf.zeros([size(x)], tf.int32), C, dtype=x.dtype))}
+
+
+@pytest.mark.parametrize("name", sorted(MADE_FOR_ALL))
+def test_what_is_made_for_a_number_of_examples_is_said(name):
+    with pytest.warns(towers.TowersWarning, match=FOR_ALL):
+        with pytest.raises(AssertionError):
+            assert_equals_one_batch(lambda x: MADE_FOR_ALL[name](x), (X,), 2)
+
+
+@pytest.mark.parametrize("name", sorted(MADE_FOR_EACH))
+def test_what_is_made_alike_for_each_example_passes_in_silence(name, silent):
+    assert_equals_one_batch(lambda x: MADE_FOR_EACH[name](x), (X,), 2)
 
 
 def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):

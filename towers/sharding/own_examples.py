@@ -17,14 +17,15 @@ from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import compares, computes_the_same, descendants, end_of, writes_of
 from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, TakenByPlace
-from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, RowNumbers, Shard, Size
+from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, Replicate, RowNumbers, Shard, Size
 from towers.sharding.plan.given import Given
 from towers.sharding.plan.guesses import Guesses
 from towers.sharding.plan.propagation import propagate
 from towers.sharding.plan.twin import layers_of
-from towers.sharding.rules.movement.slices import cut_to_size, takes_by_place, takes_equal_parts
+from towers.sharding.rules.movement.slices import takes_by_place, takes_equal_parts
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.plain.powers import Powers, others_than_means
+from towers.sharding.rules.plain.repeated import repeats_along
 
 __all__ = ["warn_of_own_examples"]
 
@@ -85,10 +86,10 @@ class _Question:
         sizes = {tf.dimension_value(leaf.shape[0]) for leaf in self._given.leaves}
         num_rows = sizes.pop() if len(sizes) == 1 else None
         self._sizes = num_rows, context.sizes_of(self._given.leaves[0]) if num_rows else None
-        facts = Guesses(self._given.placements, num_rows=num_rows or None, layers=layers, ops=needed,
-                        handed_on=context.handed_on)
+        self._facts = Guesses(self._given.placements, num_rows=num_rows or None, layers=layers, ops=needed,
+                              handed_on=context.handed_on)
         try:
-            self._plan = propagate(needed, facts)
+            self._plan = propagate(needed, self._facts)
         except Refused as error:
             is_said = not (self._is_divided and isinstance(error, TakenByPlace))
             return [str(error).partition(": ")[2].partition(". ")[0].replace(context.name_scope, "")] if is_said else []
@@ -159,12 +160,11 @@ class _Question:
         if isinstance(want, AsPartial) and isinstance(placement, PartialMean) and placement.rows != BATCH and not self._of_weight:
             return "adds a mean over as many examples as the tower's own data decide (its input %r)" % self._named(source)
         if isinstance(want, Numbered):
-            return None if self._is_divided else "numbers the tower's own examples (its input %r)" % self._named(source)
+            return "numbers the tower's own examples (its input %r)" % self._named(source)
         if isinstance(want, OwnRows) and isinstance(placement, _ROWS):
             return "combines the tower's own examples (its input %r)" % self._named(source)
-        if isinstance(want, OwnRows) and cut_to_size(source, self._placements):
-            return "takes the first of what is no part of the batch for what belongs to its examples (its input %r)" % (
-                self._named(source))
+        if isinstance(want, OwnRows) and isinstance(placement, Replicate) and not repeats_along(source, want.axis, self._facts):
+            return "takes what all towers have alike for what belongs to its examples (its input %r)" % self._named(source)
         if not isinstance(want, Replicated):
             return None
         if isinstance(placement, Size) and source.dtype.base_dtype == tf.bool:

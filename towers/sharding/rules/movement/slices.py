@@ -15,7 +15,7 @@ from towers.sharding.rules.loops.turns import takes_its_row
 from towers.sharding.rules.movement.axes import in_blocks, kept
 from towers.sharding.rules.table import SUMS, rule
 
-__all__ = ["cut_to_size", "takes_by_place", "takes_equal_parts"]
+__all__ = ["takes_by_place", "takes_equal_parts"]
 
 ROWS = (Shard, Blocks, RowNumbers)
 
@@ -107,16 +107,6 @@ def _is_part_of_size(tensor, placements):
         return all(_is_part_of_size(source, placements) for source in tensor.op.inputs)
     return not isinstance(placement, Size) or tensor.op.type == "FloorDiv" or all(
         isinstance(element, (Additive, int, type(None))) for element in placement.elements)
-
-
-def cut_to_size(tensor, placements):
-    """Tells whether a tensor is the first rows of what is alike in all towers, as many as the tower has examples."""
-    while tensor.op.type in SAME_NUMBERS:
-        tensor = tensor.op.inputs[0]
-    if tensor.op.type not in ("Slice", "StridedSlice"):
-        return False
-    taken, *bounds = [placements.get(end_of(source)) for source in list(tensor.op.inputs)[:3]]
-    return isinstance(taken, (Replicate, type(None))) and any(isinstance(bound, Size) for bound in bounds)
 
 
 @rule("StridedSlice", ROWS + (InTurn, OneRow, Size) + SUMS)

@@ -1,0 +1,58 @@
+"""What a tower makes for each of its examples, and is the same for all of them: it may have as many as it likes."""
+import numpy as np
+
+from towers.graph.static_values import static_value
+from towers.graph.walk import end_of
+from towers.sharding.nodes import Node
+from towers.sharding.placements import BATCH, Replicate, Shard
+from towers.sharding.rules.table import decide
+
+__all__ = ["repeats_along"]
+
+_FILLED = ("Fill", "OnesLike", "ZerosLike")
+
+
+def repeats_along(tensor, axis, facts):
+    """Tells whether entries along an axis are the same ones again and again, 1 1 1 1 or 0 1 0 1, as far as is known of them.
+
+    What is not known is asked of the rules: what an op computes for each row repeats if all does that has rows along that axis.
+
+    Args:
+      tensor: alike in all towers.
+      axis: int.
+      facts: `towers.sharding.plan.facts.Facts`.
+    """
+    stack, seen = [(tensor, axis)], set()
+    while stack:
+        each, along = stack.pop()
+        if (end_of(each), along) in seen:
+            continue
+        seen.add((end_of(each), along))
+        value = static_value(each)
+        if value is None and each.op.type not in _FILLED:
+            taken = _rows_behind(each, along, facts)
+            if not taken:
+                return False
+            stack.extend(taken)
+        elif value is not None and value.ndim > along and not _has_period(np.moveaxis(value, along, 0)):
+            return False
+    return True
+
+
+def _rows_behind(tensor, axis, facts):
+    """Returns (input, axis) of all whose rows, each computed by itself, lie along an axis of an op's output; a list."""
+    return [(source, along) for k, source in enumerate(tensor.op.inputs) for along in range(source.shape.rank or 0)
+            if source.shape[along] != 1 and _goes_along(tensor, axis, k, along, facts)]
+
+
+def _has_period(rows):
+    return len(rows) == 1 or any(len(rows) % period == 0 and np.array_equal(rows[period:], rows[:-period])
+                                 for period in range(1, len(rows) // 2 + 1))
+
+
+def _goes_along(tensor, axis, k, along, facts):
+    """Tells whether rows of an op's k-th input are computed each by itself, and lie along an axis of the output."""
+    placements = [Shard(along, BATCH, 1) if k == j else Replicate() for j in range(len(tensor.op.inputs))]
+    decision = decide(Node(tensor.op, placements, facts, None))
+    found = decision.outputs[tensor.value_index]
+    return isinstance(found, Shard) and found.axis == axis and k not in decision.wants and not (decision.own or decision.instead)
