@@ -83,3 +83,12 @@ def fresh_graph():
     with tf.Graph().as_default() as graph:
         tf.set_random_seed(0)
         yield graph
+
+
+@pytest.fixture
+def silent():
+    """Makes the warning about plain towers an error."""
+    from tests.support import SAID
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*" + SAID)
+        yield

@@ -664,14 +664,6 @@ def assert_differs_from_one_batch(model_fn, batch):
             assert_equals_one_batch(model_fn, batch, 3, sizes=[3, 5, 4], steps=2)
 
 
-@pytest.fixture
-def silent():
-    """Makes our warnings errors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + SAID)
-        yield
-
-
 @pytest.mark.parametrize("name,size", covering(sorted(MIXED), SIZES, one_in=4))
 def test_what_takes_all_examples_of_a_tower_together_is_said(name, size):
     if (name, size) == ("a norm of each step in a loop", "unknown") and tf.control_flow_v2_enabled():

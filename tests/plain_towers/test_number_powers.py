@@ -45,6 +45,22 @@ SUMS = {
         "loss": tf.reduce_sum(mask(x) * squares(x)) / tf.maximum(positive(x), 1) / number(x), "weight": positive(x)},
     "of what is divided, divided": lambda x: tf.reduce_sum(squares(x) / number(x)) / number(x),
     "of squares, divided twice": lambda x: tf.nn.l2_loss(squares(x)) / number(x) / number(x)}
+# Of a size that is not known: numbers that are no power of it.
+OF_NUMBERS = {
+    "by the larger of it and a number": lambda x: tf.reduce_sum(squares(x)) / tf.maximum(number(x), 100),
+    "by what is between two numbers": lambda x: tf.reduce_sum(squares(x)) / tf.clip_by_value(number(x), 5, 100),
+    "times a number and a share": lambda x: tf.reduce_sum(squares(x)) * (0.005 + 1 / number(x)),
+    "by how many pairs there are": lambda x: tf.reduce_sum(squares(x)) / tf.cast(
+        tf.shape(x)[0] * (tf.shape(x)[0] - 1) // 2, x.dtype),
+    "by a third of it, cut": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.cast(0.4 * number(x), tf.int32), x.dtype),
+    "by a half of it, cut": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.shape(x)[0] // 2, x.dtype),
+    "a mean times what is left of it": lambda x: tf.reduce_mean(squares(x)) * tf.cast(tf.shape(x)[0] % 5 + 1, x.dtype),
+    "a mean times how far it is from a number": lambda x: tf.reduce_mean(squares(x)) * tf.cast(
+        tf.abs(tf.shape(x)[0] - 5), x.dtype),
+    "a mean times its product with itself": lambda x: tf.reduce_mean(squares(x)) * tf.cast(
+        tf.reduce_prod([tf.shape(x)[0], tf.shape(x)[0]]), x.dtype),
+    "a mean times a power of a number": lambda x: tf.reduce_mean(squares(x)) * tf.pow(
+        tf.constant(1.1, x.dtype), number(x))}
 OF_VARIABLES = {
     "times it": lambda x: tf.reduce_mean(squares(x)) + decay() * number(x),
     "times it, by a number": lambda x: tf.reduce_mean(squares(x)) + tf.nn.l2_loss(weights()) * number(x) / 1000.0}
@@ -85,6 +101,42 @@ def assert_is_said(kind, model, sizes):
 def test_a_loss_that_keeps_the_number_of_a_towers_examples_is_said(kind, name):
     assert_is_said(kind, KINDS[kind][name], SIZES[0])
     assert_is_said(kind, of_unknown_size(KINDS[kind][name]), SIZES[1])
+
+
+@pytest.mark.parametrize("name", sorted(OF_NUMBERS))
+def test_what_is_no_power_of_their_number_is_said(name):
+    assert_is_said_and_differs(of_unknown_size(OF_NUMBERS[name]), [3, 1, 8])
+
+
+def counted(of, weight):
+    return lambda x: {"loss": tf.reduce_sum(mask(x) * squares(x)) / of(x), "weight": weight(x)}
+
+
+OF_OTHER_WEIGHTS = {
+    "of what the mask leaves out": counted(lambda x: tf.reduce_sum(1.5 - mask(x)), positive),
+    "of one more": counted(lambda x: positive(x) + 1, lambda x: positive(x) + 1),
+    "of a hundred at least": counted(positive, lambda x: tf.maximum(positive(x), 100)),
+    "of other numbers": counted(lambda x: tf.reduce_sum(mask(x) + 0.3), lambda x: tf.reduce_sum(mask(x) + 0.1))}
+WEIGHTS = {
+    "of one at least": counted(lambda x: tf.maximum(positive(x), 1), positive),
+    "of what the mask leaves out": counted(lambda x: tf.reduce_sum(1.5 - mask(x)), lambda x: tf.reduce_sum(1.5 - mask(x))),
+    "of those that are not 0": counted(lambda x: tf.reduce_sum(tf.cast(tf.not_equal(mask(x), 0), x.dtype)), positive),
+    "of tf.count_nonzero": counted(lambda x: tf.cast(tf.count_nonzero(mask(x)), x.dtype), positive)}
+
+
+def assert_is_said_and_differs(model, sizes):
+    with pytest.warns(towers.TowersWarning), pytest.raises(AssertionError):
+        assert_equals_one_batch(model, (X,), len(sizes), sizes)
+
+
+@pytest.mark.parametrize("name", sorted(OF_OTHER_WEIGHTS))
+def test_a_weight_that_is_not_what_the_loss_is_a_mean_over_is_said(name):
+    assert_is_said_and_differs(OF_OTHER_WEIGHTS[name], [6, 6])
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTS))
+def test_a_weight_that_is_what_the_loss_is_a_mean_over_passes_in_silence(name, silent):
+    assert_equals_one_batch(WEIGHTS[name], (X,), 2, [7, 5])
 
 
 @pytest.mark.sweep

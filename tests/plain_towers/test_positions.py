@@ -142,14 +142,6 @@ def unsized(model_fn):
     return model
 
 
-@pytest.fixture
-def silent():
-    """Makes our warnings errors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + SAID)
-        yield
-
-
 @pytest.mark.parametrize("name,known", covering(sorted(RUNNING), [True, False], one_in=4))
 def test_what_runs_along_the_batch_is_said(name, known):
     with pytest.warns(UserWarning, match=SAID):

@@ -1,6 +1,4 @@
 """How public code writes what is of each example: it passes in silence, and trains as one tower."""
-import warnings
-
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -138,14 +136,6 @@ def form(name):
 
 def of_unknown_size(model_fn):
     return lambda *batch: model_fn(*[tf.placeholder_with_default(x, [None] + x.shape.as_list()[1:]) for x in batch])
-
-
-@pytest.fixture
-def silent():
-    """Makes our warnings errors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + SAID)
-        yield
 
 
 @pytest.mark.parametrize("name,size", covering(sorted(FORMS) + sorted(SLOPES), ["known", "unknown"], one_in=2))

@@ -39,14 +39,6 @@ FINE_OF_KNOWN_SIZE = {
     "of its own number times an axis": lambda x: dense(tf.reshape(x, [8 * int(x.shape[0]), -1]))}
 
 
-@pytest.fixture
-def silent():
-    """Makes our warning an error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + SAID)
-        yield
-
-
 def of_unknown_size(model):
     def called(x):
         return model(tf.placeholder_with_default(x, [None, 8, 3]))

@@ -353,14 +353,6 @@ def batch_for(name):
     return (X.astype(np.float32) if "tf.losses" in name else X,)
 
 
-@pytest.fixture
-def silent():
-    """Makes our warning an error."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*" + SAID)
-        yield
-
-
 def of_unknown_size(model):
     return lambda x: model(tf.placeholder_with_default(x, [None, C]))
 

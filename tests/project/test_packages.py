@@ -39,7 +39,7 @@ ORDER = {
         *wing("sharding.rules.movement", "axes diagonals reshapes gathers slices"),
         *("sharding.rules." + name for name in ("normalization", "products", "rows", "segments", "sizes", "state")),
         *wing("sharding.rules.control_flow", "lists inner functions tensor_lists"), "sharding.rules.__init__",
-        *wing("sharding.rules.plain", "loops numbers table powers"),
+        *wing("sharding.rules.plain", "loops numbers table weights powers repeated"),
         *wing("sharding.plan",
               "own_gradients facts loops sums propagation gradient_functions row_loops guesses twin pairing given"),
         *wing("sharding.rewrite", "blocks conversions carrying rewriting writes outputs joining"),

@@ -12,7 +12,6 @@ import tensorflow.compat.v1 as tf
 from towers.api.wording import TowersWarning, some_of
 from towers.batches.shares import by_name
 from towers.graph.gradient_hook import detail_of
-from towers.graph.op_types import OF_SHAPES, VARIABLES
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import compares, computes_the_same, descendants, end_of, writes_of
@@ -26,6 +25,7 @@ from towers.sharding.rules.movement.slices import takes_by_place, takes_equal_pa
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.plain.powers import Powers, others_than_means
 from towers.sharding.rules.plain.repeated import repeats_along
+from towers.sharding.rules.plain.weights import Weight
 
 __all__ = ["warn_of_own_examples"]
 
@@ -95,7 +95,8 @@ class _Question:
             return [str(error).partition(": ")[2].partition(". ")[0].replace(context.name_scope, "")] if is_said else []
         self._placements = dict(self._plan.placements)
         weight = by_name(self._tower.outputs).get("weight")
-        self._of_weight = self._leaves_of(weight.op) if isinstance(weight, tf.Tensor) else None
+        self._weight = Weight(weight if isinstance(weight, tf.Tensor) else None, self._loss.graph, set(self._given.placements),
+                              self._made, self._from_outside)
         self._averaged = self._moving_averages()
         self._look_at(self._plan, "")
         return list(self._lines.values()) or self._of_loss(num_rows)
@@ -157,7 +158,8 @@ class _Question:
     def _how(self, op, k, want, placement):
         """Returns how an op takes an input otherwise than one tower would, a str; None where it does not."""
         source = op.inputs[k]
-        if isinstance(want, AsPartial) and isinstance(placement, PartialMean) and placement.rows != BATCH and not self._of_weight:
+        is_mean_of_chosen = isinstance(placement, PartialMean) and placement.rows != BATCH
+        if isinstance(want, AsPartial) and is_mean_of_chosen and not self._weight.leaves:
             return "adds a mean over as many examples as the tower's own data decide (its input %r)" % self._named(source)
         if isinstance(want, Numbered):
             return "numbers the tower's own examples (its input %r)" % self._named(source)
@@ -223,37 +225,18 @@ class _Question:
 
     def _is_count(self, tensor):
         """Tells whether a sum counts the tower's examples, or what its "weight" counts."""
-        leaves = self._leaves_of(tensor.op)
-        is_number = not leaves and self._is_over_batch(tensor) or leaves and leaves == self._of_weight and (
-            tensor.shape.num_elements() == 1 and None not in leaves)
-        if is_number:
-            self._counts.add(end_of(tensor))
-        return bool(is_number)
+        leaves = self._weight.leaves_of(tensor.op)
+        if leaves:
+            return tensor.shape.num_elements() == 1 and None not in leaves and self._stands_for_weight(tensor)
+        is_number = self._is_over_batch(tensor)
+        self._counts.update([end_of(tensor)] if is_number else [])
+        return is_number
 
     def _stands_for_weight(self, tensor):
-        """Tells whether a number of rows is computed of what the tower's "weight" is."""
-        is_weight = self._of_weight is not None and self._leaves_of(tensor.op) == self._of_weight
-        if is_weight:
-            self._counts.add(end_of(tensor))
+        """Tells whether a number, of rows or a sum, is what the tower's "weight" is."""
+        is_weight = self._weight.counts(tensor)
+        self._counts.update([end_of(tensor)] if is_weight else [])
         return is_weight
-
-    def _leaves_of(self, op):
-        """Returns what of the batch the values that an op computes are of, a set of ends; None among them is a variable."""
-        found, seen, stack = set(), set(), [op]
-        while stack:
-            each = stack.pop()
-            if each in seen or each.type in OF_SHAPES:
-                continue
-            seen.add(each)
-            for source in map(self._from_outside, each.inputs):
-                is_inner = source.op.graph is not self._loss.graph
-                if end_of(source) in self._given.placements or is_inner and source.op.type == "Placeholder":
-                    found.add(end_of(source))
-                elif source.op.type in VARIABLES:
-                    found.add(None)
-                elif is_inner or source.op in self._made:
-                    stack.append(source.op)
-        return found
 
     def _from_outside(self, tensor):
         """Returns what a function was given for a tensor that it takes; others as they are."""
@@ -319,20 +302,20 @@ class _Question:
         placement, name = self._placements.get(end_of(self._loss)), self._named(self._loss)
         context, num_towers = self._tower.context, self._tower.context.num_towers
         if isinstance(placement, PartialMean) and placement.rows != BATCH and not (
-                self._of_weight and self._leaves_of(placement.count[0].op) >= self._of_weight):
+                self._weight.leaves and self._weight.leaves_of(placement.count[0].op) >= self._weight.leaves):
             return ["the loss (%r) is a mean over as many examples as the tower's own data decide (%r)" % (
                 name, context.relative(placement.rows.name))]
-        if self._of_weight and self._has_mean_over_batch():
+        if self._weight.leaves and self._has_mean_over_batch():
             return ["the loss (%r) has a mean over the tower's own examples in it, and its \"weight\" counts something else"
                     % name]
-        numbers = self._numbers() if self._of_weight else []
+        numbers = self._numbers() if self._weight.leaves else []
         if len(numbers) > 1:
             return ["the loss (%r) depends on several numbers of the tower's own examples (%s), and its \"weight\" can be one "
                     "of them" % (name, some_of([self._named(number) for number in numbers]))]
-        num_rows = None if self._of_weight else num_rows
+        num_rows = None if self._weight.leaves else num_rows
         sizes = [context.sizes_of(leaf) for leaf in self._given.leaves]
         is_even = bool(sizes) and all(each and len(set(each)) == 1 for each in sizes)
-        powers = Powers(self._counts, num_rows, not self._of_weight, _is_of_layer, is_even)
+        powers = Powers(self._counts, num_rows, not self._weight.leaves, _is_of_layer, is_even)
         kinds = others_than_means(powers.of(self._plan, [self._loss])[0], num_rows, num_towers)
         if "sum" in kinds:
             return ["the loss (%r) is a sum over the tower's own examples that no number of them divides: the towers' average is "
@@ -346,7 +329,7 @@ class _Question:
 
         Each is there once, though it be written twice; a list of tensors.
         """
-        derived, needed = {end for end in self._counts if self._leaves_of(end[0])}, set(self._plan.order)
+        derived, needed = {end for end in self._counts if self._weight.leaves_of(end[0])}, set(self._plan.order)
         ops = {op.name: op for op in self._plan.order}
         for op in self._plan.order:
             varying = [end_of(source) for source in op.inputs if source.op.type != "Const"]

@@ -185,6 +185,8 @@ def turned(node):
     placement = node.inputs[0].placement
     if isinstance(placement, SUMS):
         return node.decide(placement, node.wanted(range(1, len(node.inputs))))
+    if isinstance(placement, Replicate):
+        raise Unfit()
     if placement.axis not in axes_of(node, 1 if node.type == "ReverseV2" else 2):
         return node.decide(placement, node.wanted(range(1, len(node.inputs))))
     return own_rows_of(node, placement, 0)
@@ -201,6 +203,6 @@ def largest(node):
 @rule("Unique UniqueV2 UniqueWithCounts UniqueWithCountsV2", ROWS)
 def unique(node):
     placement = node.inputs[0].placement
-    if placement.axis != 0 or node.inputs[0].rank != 1:
+    if isinstance(placement, Replicate) or placement.axis != 0 or node.inputs[0].rank != 1:
         raise Unfit()
     return own_rows_of(node, placement, 0, {1: 0})

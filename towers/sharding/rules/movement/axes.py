@@ -206,7 +206,7 @@ def split(node):
     placement, axis = node.inputs[data].placement, node.inputs[at].const()
     if isinstance(placement, SUMS):
         return node.decide(placement, others)
-    if axis is None or isinstance(placement, Size):
+    if axis is None or not isinstance(placement, ROWS):
         raise Unfit()
     parts = node.attr("num_split")
     if int(axis) % node.inputs[data].rank == placement.axis:

@@ -9,13 +9,15 @@ from typing import FrozenSet, NamedTuple, Optional, Tuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from towers.graph.op_types import MERGES
+from towers.graph.op_types import MERGES, OF_SHAPES
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.meeting.exchanges import stands_at_exchange
-from towers.sharding.placements import Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running, Shard, Size
+from towers.sharding.placements import (COMPUTED, Additive, Blocks, OneRow, Partial, PartialMean, Replicate, RowSum, Running,
+                                        Shard, Size)
 from towers.sharding.rules import pointwise
+from towers.sharding.rules.plain.weights import SMALL
 from towers.sharding.rules.table import MOVES, RULES, SUMS
 
 __all__ = ["Powers", "others_than_means"]
@@ -33,10 +35,10 @@ _LINEAR_IN = {**dict.fromkeys(set(pointwise.QUOTIENTS.split()) - _QUOTIENTS, 0),
 _KEEPS = {name for name, rule in RULES.items() if rule.does == MOVES}.union((
     "Abs Cast CheckNumerics Enter EuclideanNorm Exit Gather GatherNd GatherV2 IdentityN Max Mean "
     "Min NextIteration PlaceholderWithDefault Print Relu Sum Switch " + pointwise.HANDED_ON + " " + pointwise.LINEAR).split())
-_COUNTS = _KEEPS.union(["Prod", "Shape", "ShapeN", "Size"])
+_COUNTS = _KEEPS.union(["Prod", "Shape", "ShapeN", "Size", "StridedSlice"])
 
 _MOST_TERMS, _MOST_DIMS, _MOST_FACTORS, _MOST_TURNS = 40, 8, 6, 6
-_SMALL = .01  # what is added to a number to keep it from 0
+_LARGE = 1e4  # what bounds a number and is none of examples
 # A number of TensorFlow's own; one that stands within a sum; one that towers exchanged, which is theirs.
 _HALF, _WITHIN, _EXCHANGED = "half of ", "within ", "exchanged "
 
@@ -162,6 +164,8 @@ class _Step:
             return _NOTHING
         if self._is_number_of_rows():
             return _COUNT if self._counts_examples else _ELSE
+        if self._is_number_of_others():
+            return _ELSE
         if kind in _PRODUCTS and len(op.inputs) == 2:
             return self._of_product()
         if kind in _QUOTIENTS:
@@ -169,8 +173,7 @@ class _Step:
         if kind in _POWERS or kind == "Pow":
             return self._of_power()
         if kind in _EXTREMES:
-            return self.of_inputs[0 if self._number(1) is not None else 1] if None in (
-                self._number(0), self._number(1)) and self._number(0) != self._number(1) else self._joined()
+            return self._of_extreme()
         if isinstance(self.placement, Partial) and any(isinstance(placement, _BY_ROW) for placement in self.placements):
             return self._of_turns()
         if kind.startswith(("TensorArray", "TensorList")):
@@ -187,6 +190,13 @@ class _Step:
     def _is_number_of_rows(self):
         elements = self.placement.elements if isinstance(self.placement, Size) else ()
         return len(elements) == 1 and isinstance(elements[0], Additive) and (self.op.type in _COUNTS or not self.op.inputs)
+
+    def _is_number_of_others(self):
+        """Tells whether a number is computed of the tower's examples, and is none of them, nor of a power of them."""
+        kind, is_computed = self.op.type, isinstance(self.placement, Size) and COMPUTED in self.placement.elements
+        is_cut = kind == "FloorDiv" or kind == "Cast" and self.op.outputs[0].dtype.is_integer
+        is_size = kind in OF_SHAPES and len(self.placement.elements) == 1 if is_computed else False
+        return is_computed and (is_size or is_cut and any(term.power != 0 for term in self.of_inputs[0]))
 
     def _number(self, k):
         """Returns the number that an input is, a float; None where it is none that is known, or 0."""
@@ -226,11 +236,20 @@ class _Step:
             return frozenset(term._replace(factors=term.factors + ((self.op.name, 1 / number),)) for term in self.of_inputs[0])
         return frozenset(one.times(other.to(-1)) for one in self.of_inputs[0] for other in self.of_inputs[1])
 
+    def _of_extreme(self):
+        """A number that is kept from 0, or from what no number comes to, is itself; others may be either of two."""
+        numbers = self._number(0), self._number(1)
+        if None not in numbers or numbers == (None, None):
+            return self._joined()
+        bound = numbers[1] if numbers[0] is None else numbers[0]
+        is_guard = bound <= 1 if self.op.type == "Maximum" else bound >= _LARGE
+        return self.of_inputs[0 if numbers[0] is None else 1] if is_guard else self._joined()
+
     def _of_power(self):
         kind, of_first = self.op.type, self.of_inputs[0]
         if kind == "Pow":
             number = self._number(1)
-            return _ONE if all(term.power == 0 for term in of_first) else _ELSE if number is None else frozenset(
+            return _ONE if all(term.power == 0 for term in self._joined()) else _ELSE if number is None else frozenset(
                 term.to(number) for term in of_first)
         terms = frozenset(term.to(_POWERS[kind]) for term in of_first)
         if kind != "L2Loss":
@@ -252,7 +271,7 @@ class _Step:
 
     def _is_small(self, k):
         value = tf.get_static_value(self.op.inputs[k])
-        return value is not None and np.asarray(value).dtype.kind in "fiu" and np.all(np.abs(value) < _SMALL)
+        return value is not None and np.asarray(value).dtype.kind in "fiu" and np.all(np.abs(value) <= SMALL)
 
     def _of_sum(self):
         """Returns the terms of a sum or mean over the examples, or over other axes of one; None where it is none."""
@@ -277,11 +296,12 @@ class _Step:
         sums = [k for k, placement in enumerate(self.placements) if isinstance(placement, SUMS)]
         if isinstance(self.placement, SUMS) and len(sums) == 1:  # what makes a sum of a sum is linear in it
             return self.of_inputs[sums[0]]
-        of = [terms for terms, source in zip(self.of_inputs, op.inputs) if source.dtype.is_floating and any(
+        is_number = isinstance(self.placement, Size)
+        of = [terms for terms, source in zip(self.of_inputs, op.inputs) if (source.dtype.is_floating or is_number) and any(
             term.power != 0 for term in terms)]
         if forward_op_of(op) is not None and len(of) == 1:  # a gradient is linear in the one that comes in
             return of[0]
-        return _ELSE if of and op.outputs[0].dtype.is_floating and kind != "Sign" else _ONE
+        return _ELSE if of and (is_number or op.outputs[0].dtype.is_floating and kind != "Sign") else _ONE
 
     def _reduced(self, axis):
         """Returns the known sizes of the axes that a sum is over, but for one, a tuple."""

@@ -3,7 +3,7 @@ import numpy as np
 
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
-from towers.sharding.nodes import Node
+from towers.sharding.nodes import Node, Refused
 from towers.sharding.placements import BATCH, Replicate, Shard
 from towers.sharding.rules.table import decide
 
@@ -53,6 +53,9 @@ def _has_period(rows):
 def _goes_along(tensor, axis, k, along, facts):
     """Tells whether rows of an op's k-th input are computed each by itself, and lie along an axis of the output."""
     placements = [Shard(along, BATCH, 1) if k == j else Replicate() for j in range(len(tensor.op.inputs))]
-    decision = decide(Node(tensor.op, placements, facts, None))
+    try:
+        decision = decide(Node(tensor.op, placements, facts, None))
+    except Refused:
+        return False
     found = decision.outputs[tensor.value_index]
     return isinstance(found, Shard) and found.axis == axis and k not in decision.wants and not (decision.own or decision.instead)
