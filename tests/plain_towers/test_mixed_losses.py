@@ -211,7 +211,19 @@ def normalized_by_hand(x):
     return tf.nn.batch_normalization(x, *tf.nn.moments(x, [0]), None, weights(x.dtype), 1e-3)
 
 
+def beside_others(x):
+    """Features of the examples, and behind them rows that all towers have."""
+    return tf.concat([features(x), tf.diag(weights(x.dtype))], 0)
+
+
 MIXED = {
+    "a decay of what is looked up once": lambda x, _, classes: tf.reduce_mean(losses(x)) + tf.reduce_sum(tf.square(tf.gather(
+        tf.diag(weights()), tf.unique(classes)[0]))) / tf.cast(tf.shape(x)[0], x.dtype),
+    "segments of what is looked up once": lambda x, _, classes: tf.reduce_sum(tf.square(tf.math.unsorted_segment_sum(
+        losses(x), tf.unique(classes)[1], tf.size(tf.unique(classes)[0])))) / tf.cast(tf.shape(x)[0], x.dtype),
+    "a sum over examples and a memory": lambda x, *_: tf.reduce_sum(
+        tf.square(beside_others(x))) / tf.cast(tf.shape(x)[0], x.dtype),
+    "the first of examples and a memory": lambda x, *_: tf.reduce_mean(tf.square(tf.slice(beside_others(x), [0, 0], [2, -1]))),
     "features less their mean": lambda x, *_: tf.reduce_mean(tf.square(less_their_mean(x))),
     "features over their largest": lambda x, *_: tf.reduce_mean(tf.square(features(x) / tf.reduce_max(x, 0, keepdims=True))),
     "features and their mean": lambda x, *_: tf.reduce_mean(tf.sin(features(x) + tf.matmul(

@@ -25,6 +25,7 @@ from towers.sharding.rules.movement.slices import takes_by_place, takes_equal_pa
 from towers.sharding.rules.normalization import is_batch_norm
 from towers.sharding.rules.plain.powers import Powers, others_than_means
 from towers.sharding.rules.plain.repeated import repeats_along
+from towers.sharding.rules.plain.table import OtherRows
 from towers.sharding.rules.plain.weights import Weight
 
 __all__ = ["warn_of_own_examples"]
@@ -131,6 +132,9 @@ class _Question:
                 how = self._how(op, k, want, placement)
                 if how is not None:
                     self._add(op, scope, how)
+            if any(isinstance(plan.placements.get(end_of(output)), _SUMS) for output in op.outputs) and any(isinstance(getattr(
+                    plan.placements.get(end_of(source)), "rows", None), OtherRows) for source in op.inputs):
+                self._add(op, scope, "combines the tower's own examples")
             for inner in getattr(decision.instead, "inners", ()) if decision is not None else ():
                 given = list(op.inputs)[len(op.inputs) - len(inner.body.inputs):]
                 self._outside.update(zip(map(end_of, inner.body.inputs), given))

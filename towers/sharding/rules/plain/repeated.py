@@ -9,7 +9,7 @@ from towers.sharding.rules.table import decide
 
 __all__ = ["repeats_along"]
 
-_FILLED = ("Fill", "OnesLike", "ZerosLike")
+_FILLED, _REPEATED = ("Fill", "OnesLike", "ZerosLike"), ("BroadcastTo", "Tile")
 
 
 def repeats_along(tensor, axis, facts):
@@ -29,7 +29,7 @@ def repeats_along(tensor, axis, facts):
             continue
         seen.add((end_of(each), along))
         value = static_value(each)
-        if value is None and each.op.type not in _FILLED:
+        if value is None and not _is_filled(each.op, along):
             taken = _rows_behind(each, along, facts)
             if not taken:
                 return False
@@ -43,6 +43,17 @@ def _rows_behind(tensor, axis, facts):
     """Returns (input, axis) of all whose rows, each computed by itself, lie along an axis of an op's output; a list."""
     return [(source, along) for k, source in enumerate(tensor.op.inputs) for along in range(source.shape.rank or 0)
             if source.shape[along] != 1 and _goes_along(tensor, axis, k, along, facts)]
+
+
+def _is_filled(op, axis):
+    """Tells whether all entries along an axis are of one."""
+    if op.type not in _REPEATED:
+        return op.type in _FILLED
+    rank, of = op.outputs[0].shape.rank, op.inputs[0].shape
+    if rank is None or of.rank is None:
+        return False
+    at = axis - (rank - of.rank)
+    return at < 0 or of[at] == 1
 
 
 def _has_period(rows):

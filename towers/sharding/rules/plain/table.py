@@ -1,6 +1,6 @@
 """Rules of their own for plain towers, where nothing is changed and only what is sure is said."""
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 from towers.sharding.nodes import Unfit
 from towers.sharding.placements import BATCH, Additive, Blocks, Replicate, RowNumbers, Rows, Shard
@@ -10,7 +10,24 @@ from towers.sharding.rules.plain.numbers import by_numbers, chosen, columns, cou
 from towers.sharding.rules.sizes import SAMPLERS
 from towers.sharding.rules.table import ANY, RULES, Rule
 
-__all__ = ["PLAIN_RULES", "UNKNOWN_RULE"]
+__all__ = ["OtherRows", "PLAIN_RULES", "UNKNOWN_RULE"]
+
+
+class OtherRows(NamedTuple):
+    """Rows that are no examples, though of a tower's own: those of two towers are not the whole batch's.
+
+    They are what is looked up once for all examples, or examples and behind them what all towers have alike: classes that are
+    drawn, say.
+
+    Attributes:
+      name: str.
+      first: `Placement` of the examples, where they come first; else None.
+      size: int, how many of these there are; None where that is not known.
+    """
+    name: str
+    first: Any = None
+    size: Optional[int] = None
+
 
 _BESIDE_ONE_HOT = frozenset(["Cast", "Identity", "Reshape"])
 
@@ -28,7 +45,7 @@ UNKNOWN_RULE = Rule(_each_by_itself, frozenset(ANY))
 def _unique(node):
     """Numbers that are looked up once: each example gets back what it would have looked up by itself."""
     value = node.inputs[0]
-    rows = Rows("what is unique in " + value.tensor.name)
+    rows = OtherRows("what is unique in " + value.tensor.name)
     if value.placement.axis or value.rank != 1:
         return node.replicated()
     numbers = RowNumbers(0, value.placement.rows, value.placement.times, Additive(1, rows), (node.op.outputs[0], 0))
@@ -60,30 +77,23 @@ def _groups(node):
     return node.decide(Shard(0, rows.rows, None))
 
 
-class _Beside(NamedTuple):
-    """Rows of the tower's own, and behind them some that all towers have alike: classes that are drawn, say.
-
-    Attributes:
-      name: str.
-      first: `Placement` of the tower's own.
-    """
-    name: str
-    first: Any
-
-
 def _put_beside(node):
     first, *others = node.inputs[:-1]
     if node.inputs[-1].const() != 0 or type(first.placement) is not Shard or first.placement.axis or not others or not all(
             isinstance(value.placement, Replicate) for value in others):
         return columns(node)
-    return node.decide(Shard(0, _Beside(node.op.name, first.placement), 1))
+    return node.decide(Shard(0, OtherRows(node.op.name, first.placement, first.dims and first.dims[0]), 1))
 
 
 def _taken_from_beside(node):
-    rows, begin = getattr(node.inputs[0].placement, "rows", None), node.inputs[1].elements()
-    if not isinstance(rows, _Beside) or begin is None:
+    rows, begin, size = getattr(node.inputs[0].placement, "rows", None), node.inputs[1].elements(), node.inputs[2].elements()
+    if not isinstance(rows, OtherRows) or rows.first is None or begin is None or size is None:
         return RULES["Slice"].function(node)
-    return node.decide(rows.first if begin[0] == 0 and isinstance(begin[0], int) else Replicate())
+    number = begin[0] if begin[0] else size[0]
+    is_number = isinstance(number, int) and number == rows.size or number == Additive(rows.first.times, rows.first.rows)
+    if not is_number:
+        raise Unfit()
+    return node.decide(Replicate() if begin[0] else rows.first)
 
 
 def _hits(node):
