@@ -227,6 +227,15 @@ def test_what_is_made_for_a_number_of_examples_is_said(name):
             assert_equals_one_batch(lambda x: MADE_FOR_ALL[name](x), (X,), 2)
 
 
+def test_halves_that_are_made_of_a_number_not_known_are_said():
+    def model_fn(x):
+        number = tf.shape(x)[0]
+        of_halves = tf.concat([tf.ones([number // 2, 1], x.dtype), tf.zeros([number - number // 2, 1], x.dtype)], 0)
+        return tf.reduce_mean(tf.square(features(x) - of_halves))
+    with pytest.warns(towers.TowersWarning, match=FOR_ALL):
+        build(unsized(model_fn), (X,), 2)
+
+
 @pytest.mark.parametrize("name", sorted(MADE_FOR_EACH))
 def test_what_is_made_alike_for_each_example_passes_in_silence(name, silent):
     assert_equals_one_batch(lambda x: MADE_FOR_EACH[name](x), (X,), 2)

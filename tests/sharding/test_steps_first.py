@@ -79,6 +79,11 @@ TOGETHER = {
     "steps of other examples": lambda h, _: flat(projected(h)) * tf.nn.softmax(flat(tf.reverse(h, [1])), 0)[:, :1],
     "by their places": lambda h, _: flat(projected(h)) * tf.cast(tf.range(tf.shape(flat(h))[0])[:, None], h.dtype),
     "by their places, in a branch": in_a_branch,
+    "by numbers that are no steps": lambda h, _: tf.gather(
+        flat(h) * weights(WIDTH), tf.range(tf.shape(h)[1]) * (tf.shape(h)[0] // 2)),
+    "parts of each in front": lambda h, _: tf.nn.softmax(tf.reshape(tf.gather(
+        tf.stack([h * weights(WIDTH), tf.sin(h), tf.cos(h), h * 2], 2), tf.range(tf.shape(h)[0] // 2), axis=2),
+        [-1, tf.shape(h)[1], WIDTH]), 0),
     "softmax in a branch": lambda h, _: tf.cond(tf.reduce_sum(weights(WIDTH)) > -9, lambda: tf.nn.softmax(
         flat(h), 0) * flat(h), lambda: flat(h)) * weights(WIDTH),
     "chosen ones": lambda h, lengths: tf.boolean_mask(

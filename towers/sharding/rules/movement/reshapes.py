@@ -106,8 +106,9 @@ def _of_unknown_blocks(node):
         if is_unknown:
             raise Unfit()
         times = placement.times or (getattr(element, "times", None) if is_asked else None)
+        is_before = any(isinstance(other, int) and other < 0 for other in elements[:axis])  # what is left over stands there
         if isinstance(element, Additive) and element.rows == placement.rows and None not in (element.times, times) and (
-                some_after or element.times * behind == times * after):
+                not is_before if some_after else element.times * behind == times * after):
             found = Shard(axis, placement.rows, element.times)
         elif behind != after or some_after:
             raise Unfit()

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
+from towers.graph.op_types import ADDS
 from towers.graph.static_values import step_along
 from towers.graph.walk import computes_the_same
 from towers.sharding.nodes import Numbered
@@ -13,6 +14,9 @@ from towers.sharding.rules.pointwise import along_rows
 from towers.sharding.rules.table import RULES
 
 __all__ = ["by_numbers", "chosen", "columns", "counted", "of_own_rows", "times_of_numbers"]
+
+
+_COMPUTED_OF_SIZES = ADDS.union(["FloorDiv", "FloorMod", "Sub"])  # numbers that are no sizes any more
 
 
 class _InBlocks(NamedTuple):
@@ -88,7 +92,8 @@ def times_of_numbers(node):
     if k is None or not node.outputs[0].dtype.is_integer:
         return RULES[node.type].function(node)
     numbers, factor = node.inputs[k].placement, node.inputs[1 - k]
-    if not isinstance(factor.placement, Replicate) or factor.rank or factor.const() is not None:
+    is_size = factor.tensor.op.type not in _COMPUTED_OF_SIZES
+    if not isinstance(factor.placement, Replicate) or factor.rank or factor.const() is not None or not is_size:
         return RULES[node.type].function(node)
     return node.decide(dataclasses.replace(numbers, of=numbers.of._replace(times=None)))
 
