@@ -53,6 +53,10 @@ OF_NUMBERS = {
     "by how many pairs there are": lambda x: tf.reduce_sum(squares(x)) / tf.cast(
         tf.shape(x)[0] * (tf.shape(x)[0] - 1) // 2, x.dtype),
     "by a third of it, cut": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.cast(0.4 * number(x), tf.int32), x.dtype),
+    "by all places of a square": lambda x: tf.reduce_sum(squares(x)) / tf.reduce_sum(
+        tf.ones([tf.shape(x)[0], tf.shape(x)[0]], x.dtype)),
+    "a mean of as many copies of each": lambda x: tf.reduce_mean(tf.reduce_sum(
+        tf.tile(squares(x)[:, :1], [1, tf.shape(x)[0]]), 1)),
     "by a half of it, cut": lambda x: tf.reduce_sum(squares(x)) / tf.cast(tf.shape(x)[0] // 2, x.dtype),
     "a mean times what is left of it": lambda x: tf.reduce_mean(squares(x)) * tf.cast(tf.shape(x)[0] % 5 + 1, x.dtype),
     "a mean times how far it is from a number": lambda x: tf.reduce_mean(squares(x)) * tf.cast(

@@ -15,7 +15,7 @@ from towers.graph.gradient_hook import detail_of
 from towers.graph.private import forward_op_of
 from towers.graph.static_values import static_value
 from towers.graph.walk import compares, computes_the_same, descendants, end_of, writes_of
-from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, TakenByPlace
+from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, ShapeOf, TakenByPlace
 from towers.sharding.placements import BATCH, Additive, Blocks, Partial, PartialMean, Replicate, RowNumbers, Shard, Size
 from towers.sharding.plan.given import Given
 from towers.sharding.plan.guesses import Guesses
@@ -171,6 +171,8 @@ class _Question:
             return "combines the tower's own examples (its input %r)" % self._named(source)
         if isinstance(want, OwnRows) and isinstance(placement, Replicate) and not repeats_along(source, want.axis, self._facts):
             return "takes what all towers have alike for what belongs to its examples (its input %r)" % self._named(source)
+        if isinstance(want, ShapeOf) and isinstance(placement, Size) and _is_long_twice(source, placement, want):
+            return "makes as many of each example as there are others (its input %r)" % self._named(source)
         if not isinstance(want, Replicated):
             return None
         if isinstance(placement, Size) and source.dtype.base_dtype == tf.bool:
@@ -351,6 +353,12 @@ class _Question:
     def _has_mean_over_batch(self):
         """Tells whether a mean over all of the tower's examples is a term of the loss."""
         return PartialMean() in self._placements_behind(self._loss, _SUMS)
+
+
+def _is_long_twice(shape, size, want):
+    """Tells whether a shape, no constant, has the number of the tower's examples beside the axis that these lie along."""
+    return shape.op.type != "Const" and any(
+        isinstance(element, Additive) and k not in want.own + want.unknown for k, element in enumerate(size.elements))
 
 
 def _is_of_layer(op):
