@@ -162,6 +162,7 @@ def test_gradients_of_towers_in_any_order_twice_and_of_their_sum_agree():
         np.testing.assert_allclose(result, results[0], rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.laws
 def test_tower_whose_weight_is_zero_though_it_has_rows_counts_nothing():
     rng = np.random.RandomState(0)
     x, valid = rng.randn(9, 3), np.array([1, 1, 1, 0, 0, 0, 1, 0, 1.0])

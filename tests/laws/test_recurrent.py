@@ -207,6 +207,7 @@ def test_a_batch_norm_between_two_loops_syncs():
     assert_law(model_of(network))
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("name", ["lstm", pytest.param("while loop", marks=pytest.mark.sweep)])
 def test_a_recurrent_model_of_a_batch_of_unknown_size_trains_as_one_tower(name):
     """The whole batch, of a size that only the run knows, is split by the builder."""

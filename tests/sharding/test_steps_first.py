@@ -214,11 +214,20 @@ FLATTENED_ELSEWHERE = {
     "twice the steps in each turn": lambda h: tf.while_loop(
         lambda k, _: k < 2, lambda k, y: (k + 1, twice(tf.reshape(y, [-1, tf.shape(h)[1], WIDTH]))), (0, flat(h)),
         shape_invariants=(tf.TensorShape([]), tf.TensorShape([None, WIDTH])))[1],
-    "in a sequence": of_a_sequence}
+    "in a sequence": of_a_sequence,
+    "one after the other": lambda h: tf.scan(lambda state, row: 0.5 * state + tf.sin(row), flat(h)),
+    "each by itself": lambda h: tf.map_fn(tf.sin, flat(h)),
+    "by their number, in a branch": lambda h, *_: flat(h) * tf.cond(
+        tf.reduce_sum(weights(WIDTH)) > -9, lambda of=flat(h): tf.sqrt(tf.cast(tf.shape(of)[0], h.dtype)), lambda: h[0, 0, 0]),
+    "by their number, in a function": lambda h: flat(h) * tf.function(
+        lambda number: tf.sqrt(tf.cast(number, tf.float64)))(tf.shape(flat(h))[0]),
+    "in as many turns as they are twelves": lambda h, *_: tf.while_loop(
+        lambda k, _, of=flat(h): k < tf.shape(of)[0] // 12, lambda k, y: (k + 1, tf.sin(y) * weights(WIDTH)), (0, flat(h)),
+        shape_invariants=(tf.TensorShape([]), tf.TensorShape([None, WIDTH])))[1]}
 
 
 @pytest.mark.parametrize("name,sizes", covering(sorted(FLATTENED_ELSEWHERE), [(7, 5), (6, 0, 6)], one_in=2))
-def test_steps_that_are_flattened_elsewhere_are_gathered_as_they_are(name, sizes):
+def test_steps_that_are_flattened_or_counted_elsewhere_are_the_whole_batchs(name, sizes):
     model_fn = model_of(lambda h, _: by_place(FLATTENED_ELSEWHERE[name](h)), False)
     assert_equals_one_batch(towers.whole_batch(model_fn), BATCH, len(sizes), sizes=sizes, steps=2)
 

@@ -38,6 +38,7 @@ def assert_close(found, expected, tolerance=1e-9):
 model = worker_programs.mixing_model
 
 
+@pytest.mark.laws
 @KNOWN
 def test_many_steps_in_one_call_train_as_one_tower(known):
     losses, before, expected = train_plainly(model(tf.constant(X), tf.constant(LABELS)), Momentum(0.05), 4)

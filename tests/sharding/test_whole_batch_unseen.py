@@ -116,7 +116,17 @@ def picked_and_chosen(x, lengths):
     return tf.reduce_mean(tf.square(tf.gather_nd(picked - tf.reduce_mean(picked), hard)))
 
 
-MODELS = [steps_of_all_examples, picked_and_chosen,
+def as_many_classes_as_examples(x, lengths):
+    return tf.reduce_mean(tf.square(tf.one_hot(lengths, tf.shape(x)[0], dtype=x.dtype) - tf.reduce_sum(weighed(x), 1, True)))
+
+
+def turned_by_a_number(x, lengths):
+    """What is alike in all towers, turned by what they have to add up first."""
+    scales = tf.roll(tf.linspace(tf.constant(0.0, x.dtype), 1.0, 4), tf.reduce_sum(lengths), 0)
+    return tf.reduce_mean(tf.square(weighed(x) * scales))
+
+
+MODELS = [steps_of_all_examples, picked_and_chosen, as_many_classes_as_examples, turned_by_a_number,
           padded_to_the_longest, until_all_are_done, gradients_in_a_loop, with_rows_that_are_none, normalized_times_a_root,
           filled_by_hand, rows_of_labels, times_a_number_by_chance, by_its_number_twice, framed, framed_along_the_batch,
           counted_classes, interleaved, examples_side_by_side]

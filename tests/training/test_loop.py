@@ -135,6 +135,7 @@ def test_training_is_that_of_separate_calls_to_the_bit(num_towers, optimizer):
     np.testing.assert_allclose(results["rate"], 0.1 * 0.7 ** (np.arange(9) / 2), rtol=1e-5)
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("model", [converted, with_control_flow])
 def test_converted_models_and_control_flow_within_the_step_train_as_in_separate_calls(model):
     assert_same(training(model, num_towers=3))

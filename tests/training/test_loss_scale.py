@@ -95,6 +95,7 @@ def test_gradients_that_vanish_in_half_precision_are_kept():
     np.testing.assert_allclose(steps[1], -np.ones(3) * 1e-7 / 3, rtol=1e-2)
 
 
+@pytest.mark.laws
 def test_transforms_before_it_see_multiplied_gradients_and_those_after_it_none():
     def add(grads):
         return [(gradient + 1, variable) for gradient, variable in grads]
@@ -106,6 +107,7 @@ def test_transforms_before_it_see_multiplied_gradients_and_those_after_it_none()
     np.testing.assert_allclose(steps[1] - steps[0], 1 - 1 / 16, rtol=1e-4)
 
 
+@pytest.mark.laws
 def test_an_overflow_counts_for_all_that_comes_after():
     """Accumulated gradients take no part of a batch that overflowed."""
     chain = [towers.scale_loss(8), towers.accumulate(2)]

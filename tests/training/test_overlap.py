@@ -95,6 +95,7 @@ def test_no_op_of_a_loop_waits_for_one_outside():
     assert all(np.isfinite(gradient).all() for gradient in run([g for grads in tower_grads for g, _ in grads]))
 
 
+@pytest.mark.laws
 @pytest.mark.parametrize("sizes", [None, [1, 5]])
 def test_models_with_loops_and_branches_train_as_on_one_batch(sizes):
     def model(images):

@@ -156,6 +156,7 @@ def test_many_steps_in_one_call_are_those_of_many_calls_on_servers_too(cluster, 
             np.testing.assert_array_equal(session.run(variable), after[variable.op.name])
 
 
+@pytest.mark.laws
 def test_each_server_computes_its_own_tower(cluster):
     loss, train_op, config = training([WORKER_0, WORKER_1, WORKER_1.replace("cpu:0", "cpu:1")], lambda op: PS)
     metadata = tf.RunMetadata()

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from towers.graph.walk import end_of, writes_of
 from towers.sharding.bodies import is_stateful
-from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, ShapeOf
+from towers.sharding.nodes import AsPartial, Numbered, OwnRows, Refused, Replicated, ShapeOf
 from towers.sharding.placements import Replicate
 from towers.sharding.rules.control_flow.inner import READS, Carried, is_counted, is_made_within
 
@@ -26,7 +26,10 @@ def carry_out(conversions, carried, op, inputs):
     """
     waits = [conversions.in_place_of.get(earlier, earlier) for earlier in op.control_inputs]
     site = _Site(conversions, tf.get_default_graph(), op.name + "/whole_batch/", waits)
-    return _built(site, carried, op, inputs, inputs.__getitem__, True, conversions.made)
+
+    def outside_of(k, want=None):
+        return inputs[k] if want is None else conversions.converted(op.inputs[k], want)
+    return _built(site, carried, op, inputs, outside_of, True, conversions.made)
 
 
 class _Site:
@@ -49,7 +52,8 @@ def _built(site, carried, op, inputs, outside_of, is_in_tower, made):
     Args:
       site: `_Site`.
       carried, op, inputs: see `carry_out`; the inputs are where the op is being made.
-      outside_of: a function of the number of an input that returns it outside of all branches and loops.
+      outside_of: a function of the number of an input, and of what it is wanted as, that returns it outside of all branches and
+        loops.
       is_in_tower: whether the op is being made in the tower's own graph.
       made: a function of an op and inputs that returns the outputs of an op like it.
     """
@@ -104,7 +108,7 @@ def _call(site, carried, op, inputs, outside_of, is_in_tower):
 
 
 def _branches(site, carried, op, inputs, outside_of, alone):
-    functions = [_Function(site, inner, lambda k: outside_of(k + 1), False) for inner in carried.inners]
+    functions = [_Function(site, inner, lambda k, want=None: outside_of(k + 1, want), False) for inner in carried.inners]
     every = list(range(len(op.outputs)))
     if not alone:
         return _chosen(site, op, functions, inputs, every, True)
@@ -146,11 +150,11 @@ def _without_effects(carried):
 def _loop(site, carried, op, inputs, outside_of):
     varying = sorted(carried.inners[1].varying)
 
-    def outside(k):
+    def outside(k, want=None):
         if k in varying:
             raise Refused("towers would have to meet about %r in the turns of %r" % (
                 op.inputs[k].name, op.name))
-        return outside_of(k)
+        return outside_of(k, want)
     test, turn = (_Function(site, inner, outside, False) for inner in carried.inners)
 
     def all_of(state):
@@ -192,7 +196,7 @@ class _Function:
     Args:
       site: `_Site`.
       inner: `Inner`.
-      outside_of: a function of the number of an input that returns it outside of all branches and loops.
+      outside_of: see `_built`.
       is_in_tower: whether the ops are made in the tower's own graph.
 
     Attributes:
@@ -236,7 +240,15 @@ class _Function:
         def copied(op, inputs):
             return list(self._made(op, inputs).outputs)
         return self._site.conversions.for_function(
-            self._inner.plan, now, within, copied, lambda op, inputs, flow: self._made(op, inputs), may_meet)
+            self._inner.plan, now, within, copied, lambda op, inputs, flow: self._made(op, inputs), self._taken_whole, may_meet)
+
+    def _taken_whole(self, tensor):
+        """Returns the whole batch's of a size that the function takes; None for others."""
+        k = self._numbers.get(end_of(tensor))
+        if k is None:
+            return None
+        with self._site.graph.as_default(), tf.control_dependencies(None):
+            return self._outside_of(k, Replicated())
 
     def _in(self, tensor):
         return self._inside[end_of(tensor)] if tensor.op in self._mine else self._site.conversions.now(tensor)
@@ -283,8 +295,8 @@ class _Function:
             return list(self._made(op, inputs).outputs)
         conversions = self._conversions_inside if is_inside else self._conversions_outside
         if isinstance(decision.instead, Carried):
-            def outside_of(k):
-                return self._wanted(op.inputs[k], decision.wants.get(k), False)
+            def outside_of(k, want=None):
+                return self._wanted(op.inputs[k], want or decision.wants.get(k), False)
             found = _built(self._site, decision.instead, op, inputs, outside_of,
                            self._is_in_tower or not is_inside, lambda op, inputs: list(self._made(op, inputs).outputs))
             self._note_effect(op, self._site.conversions.in_place_of.get(op))

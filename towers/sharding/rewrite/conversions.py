@@ -72,7 +72,7 @@ class Conversions:
         self._whole, self._batch, self._own, self._first = whole, batch, own, first
         self._made = {}  # (op, number, kind of conversion) -> tensor
         self._counts = {}  # rows -> (own, total, first)
-        self._may_meet, self._carry = True, None
+        self._may_meet, self._carry, self._taken = True, None, None
         self.meetings, self.in_place_of = [], {}
 
     # Functions that ops call, see `towers.sharding.rewrite.carrying`.
@@ -85,17 +85,18 @@ class Conversions:
         """Returns the outputs of an op whose functions follow their plans; `in_place_of` gets what stands for the op."""
         return self._carry(self, plan, op, inputs)
 
-    def for_function(self, plan, now, within, copied, created, may_meet):
+    def for_function(self, plan, now, within, copied, created, taken, may_meet):
         """Returns conversions of the tensors of a function that an op calls; for the arguments see the class.
 
         Args:
+          taken: a function of a tensor that returns the whole batch's of a size that the function takes; None for others.
           may_meet: whether they are made in the tower's own graph, the only one where towers meet.
         """
         found = copy.copy(self)
         found._plan = plan._replace(order=self._plan.order + plan.order, **{
             name: {**getattr(self._plan, name), **getattr(plan, name)} for name in ("placements", "decisions", "inputs")})
         found._now, found._here, found._within, found._copied, found._created = now, now, within, copied, created
-        found._made, found._may_meet = {}, may_meet
+        found._made, found._taken, found._may_meet = {}, taken, may_meet
         return found
 
     def now(self, tensor):
@@ -342,6 +343,9 @@ class Conversions:
         elements = placement.array()
         if not any(each is COMPUTED or isinstance(each, Additive) and each.times is None for each in elements.ravel()):
             return self._of_elements(tensor, elements)
+        taken = None if self._taken is None else self._taken(tensor)
+        if taken is not None:
+            return taken
         if tensor.op.type in OF_SHAPES:
             sources = self._plan.inputs[tensor.op]
             return self._whole_shape(sources[tensor.value_index if tensor.op.type == "ShapeN" else 0], tensor)

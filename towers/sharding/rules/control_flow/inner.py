@@ -71,7 +71,7 @@ def is_made_within(inner, tensor, want):
     """Tells whether a conversion can be made within a branch or loop, as no towers meet for it."""
     placement = inner.placement(tensor)
     if isinstance(want, (Replicated, ShapeOf)):
-        return isinstance(placement, Replicate) or _is_known_within(inner, tensor)
+        return isinstance(placement, Replicate) or _sizes_taken(inner, tensor) is not None
     if isinstance(want, AsPartial):
         return isinstance(placement, (Partial, Replicate)) or isinstance(placement, PartialMean) and placement.rows == BATCH
     if isinstance(want, OwnRows):
@@ -86,28 +86,32 @@ def is_counted(inner, rows):
     return is_of_batch(inner.placement(rows.like[0]))
 
 
-def _is_known_within(inner, tensor):
-    """Tells whether a size is computed within, as the whole batch's, of nothing but how many examples there are."""
-    placement = inner.placement(tensor)
+def _sizes_taken(inner, tensor):
+    """Returns what a size that is made within, as the whole batch's, is computed of, besides how many examples there are.
+
+    Returns:
+      A list of sizes that the function takes, which are made whole outside. None where it is computed of something else.
+    """
+    placement, op = inner.placement(tensor), tensor.op
     if not isinstance(placement, Size):
-        return isinstance(placement, Replicate)
-    op = tensor.op
-    if op.type == "Const":
-        return True
-    if not any(element is COMPUTED for element in placement.elements):
-        return all(not isinstance(element, Additive) or element.rows == BATCH and element.times is not None
-                   for element in placement.elements)
+        return [] if isinstance(placement, Replicate) else None
+    if op.type == "Const" or all(element is not COMPUTED and (not isinstance(element, Additive) or (
+            element.rows == BATCH and element.times is not None)) for element in placement.elements):
+        return []
+    taken = {end_of(each): k for k, each in enumerate(inner.body.inputs)}.get(end_of(tensor))
+    if taken is not None:
+        return None if taken in inner.varying else [tensor]
     if op.type in ("Shape", "Size", "ShapeN") or not op.inputs:
-        return False
-    return all(_is_known_within(inner, source) for source in op.inputs)
+        return None
+    found = [_sizes_taken(inner, source) for source in op.inputs]
+    return None if None in found else [each for sizes in found for each in sizes]
 
 
 def _needed_outside(inner):
     """Yields the tensors of a function that are needed outside of it, for towers to meet about them."""
     for op, decision in inner.plan.decisions.items():
         for k, want in decision.wants.items():
-            if not is_made_within(inner, op.inputs[k], want):
-                yield op.inputs[k]
+            yield from _wanted_outside(inner, op.inputs[k], want)
         if isinstance(decision.instead, Carried):
             for k in decision.instead.outside:
                 yield op.inputs[k]
@@ -118,8 +122,14 @@ def _needed_outside(inner):
             if not is_counted(inner, rows):
                 yield op.outputs[number]
     for number, want in inner.returns.items():
-        if not is_made_within(inner, inner.body.outputs[number], want):
-            yield inner.body.outputs[number]
+        yield from _wanted_outside(inner, inner.body.outputs[number], want)
+
+
+def _wanted_outside(inner, tensor, want):
+    """Returns what is needed outside for a tensor as it is wanted, a list."""
+    if not is_made_within(inner, tensor, want):
+        return [tensor]
+    return _sizes_taken(inner, tensor) or [] if isinstance(want, (Replicated, ShapeOf)) else []
 
 
 def outside_of(inner, bodies):
