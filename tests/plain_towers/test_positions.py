@@ -207,6 +207,10 @@ MADE_FOR_ALL = {
     "real and fake in halves": lambda x: tf.reduce_mean(tf.square(features(x) - tf.concat(
         [tf.ones([size(x) // 2, 1], x.dtype), tf.zeros([size(x) - size(x) // 2, 1], x.dtype)], 0))),
     "a variable's first rows": lambda x: tf.reduce_mean(features(x) * of_table(lambda table: table[:size(x)])),
+    "what a branch chooses of a variable's rows": lambda x: tf.reduce_mean(features(x) * of_table(lambda table: tf.cond(
+        tf.reduce_sum(table) > 0, lambda: table[:size(x)], lambda: -table[:size(x)]))),
+    "what a loop makes of a variable's rows": lambda x: tf.reduce_mean(features(x) * of_table(lambda table: tf.while_loop(
+        lambda k, _: k < 3, lambda k, y: (k + 1, tf.sin(y)), (0, table[:size(x)]))[1])),
     "a variable's rows by number": lambda x: tf.reduce_mean(features(x) * of_table(
         lambda table: tf.gather(table, np.arange(size(x)))))}
 MADE_FOR_EACH = {

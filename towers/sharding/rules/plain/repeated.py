@@ -1,6 +1,7 @@
 """What a tower makes for each of its examples, and is the same for all of them: it may have as many as it likes."""
 import numpy as np
 
+from towers.graph.op_types import BODIES
 from towers.graph.static_values import static_value
 from towers.graph.walk import end_of
 from towers.sharding.nodes import Node, Refused
@@ -41,6 +42,8 @@ def repeats_along(tensor, axis, facts):
 
 def _rows_behind(tensor, axis, facts):
     """Returns (input, axis) of all whose rows, each computed by itself, lie along an axis of an op's output; a list."""
+    if tensor.op.type in BODIES or facts.join_of(tensor.op) is not None:
+        return []
     return [(source, along) for k, source in enumerate(tensor.op.inputs) for along in range(source.shape.rank or 0)
             if source.shape[along] != 1 and _goes_along(tensor, axis, k, along, facts)]
 
