@@ -6,7 +6,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import towers
-from tests.support import SAID, build
+from tests.support import SAID, build, control_flow_2
 from tests.sweeps import covering
 from towers.testing import assert_equals_one_batch
 
@@ -238,6 +238,17 @@ def test_halves_that_are_made_of_a_number_not_known_are_said():
         return tf.reduce_mean(tf.square(features(x) - of_halves))
     with pytest.warns(towers.TowersWarning, match=FOR_ALL):
         build(unsized(model_fn), (X,), 2)
+
+
+@pytest.mark.parametrize("of", [lambda rows: 2 * rows, tf.cumsum])
+def test_what_a_branch_takes_from_outside_is_looked_at_there(of):
+    def model_fn(x):
+        rows = of(tf.ones([size(x), 1], x.dtype))
+        return tf.reduce_mean(tf.cond(tf.constant(True), lambda: features(x) * rows, lambda: features(x)))
+    with control_flow_2(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        build(model_fn, (X,), 2)
+    assert any(FOR_ALL in str(warning.message) for warning in caught) == (of is tf.cumsum)
 
 
 @pytest.mark.parametrize("name", sorted(MADE_FOR_EACH))

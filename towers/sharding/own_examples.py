@@ -132,8 +132,9 @@ class _Question:
                 how = self._how(op, k, want, placement)
                 if how is not None:
                     self._add(op, scope, how)
-            if any(isinstance(plan.placements.get(end_of(output)), _SUMS) for output in op.outputs) and any(isinstance(getattr(
-                    plan.placements.get(end_of(source)), "rows", None), OtherRows) for source in op.inputs):
+            rows = [getattr(plan.placements.get(end_of(source)), "rows", None) for source in op.inputs]
+            is_sum = any(isinstance(plan.placements.get(end_of(output)), _SUMS) for output in op.outputs)
+            if is_sum and any(isinstance(each, OtherRows) for each in rows):
                 self._add(op, scope, "combines the tower's own examples")
             for inner in getattr(decision.instead, "inners", ()) if decision is not None else ():
                 given = list(op.inputs)[len(op.inputs) - len(inner.body.inputs):]
@@ -169,7 +170,8 @@ class _Question:
             return "numbers the tower's own examples (its input %r)" % self._named(source)
         if isinstance(want, OwnRows) and isinstance(placement, _ROWS):
             return "combines the tower's own examples (its input %r)" % self._named(source)
-        if isinstance(want, OwnRows) and isinstance(placement, Replicate) and not repeats_along(source, want.axis, self._facts):
+        if isinstance(want, OwnRows) and isinstance(placement, Replicate) and not repeats_along(
+                source, want.axis, self._facts, self._from_outside):
             return "takes what all towers have alike for what belongs to its examples (its input %r)" % self._named(source)
         if isinstance(want, ShapeOf) and isinstance(placement, Size) and _is_long_twice(source, placement, want):
             return "makes as many of each example as there are others (its input %r)" % self._named(source)

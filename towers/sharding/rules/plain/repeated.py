@@ -13,7 +13,7 @@ __all__ = ["repeats_along"]
 _FILLED, _REPEATED = ("Fill", "OnesLike", "ZerosLike"), ("BroadcastTo", "Tile")
 
 
-def repeats_along(tensor, axis, facts):
+def repeats_along(tensor, axis, facts, from_outside):
     """Tells whether entries along an axis are the same ones again and again, 1 1 1 1 or 0 1 0 1, as far as is known of them.
 
     What is not known is asked of the rules: what an op computes for each row repeats if all does that has rows along that axis.
@@ -22,10 +22,12 @@ def repeats_along(tensor, axis, facts):
       tensor: alike in all towers.
       axis: int.
       facts: `towers.sharding.plan.facts.Facts`.
+      from_outside: a function of a tensor that returns what a function was given for it; others as they are.
     """
     stack, seen = [(tensor, axis)], set()
     while stack:
         each, along = stack.pop()
+        each = from_outside(each)
         if (end_of(each), along) in seen:
             continue
         seen.add((end_of(each), along))
