@@ -99,6 +99,8 @@ def _taken_from_beside(node):
 def _hits(node):
     """Which examples' classes were drawn: a row for each hit, with the number of the example."""
     value, rows = node.inputs[0], Rows(node.op.name)
+    if isinstance(value.placement, Replicate):
+        raise Unfit()
     of = Additive(value.placement.times, value.placement.rows)
     return node.decide([RowNumbers(0, rows, 1, of, (value.tensor, 0)), Shard(0, rows, 1), Shard(0, rows, 1)])
 
