@@ -228,7 +228,7 @@ MADE_FOR_EACH = {
 def test_what_is_made_for_a_number_of_examples_is_said(name):
     with pytest.warns(towers.TowersWarning, match=FOR_ALL):
         with pytest.raises(AssertionError):
-            assert_equals_one_batch(lambda x: MADE_FOR_ALL[name](x), (X,), 2)
+            assert_equals_one_batch(MADE_FOR_ALL[name], (X,), 2)
 
 
 def test_halves_that_are_made_of_a_number_not_known_are_said():
@@ -253,7 +253,7 @@ def test_what_a_branch_takes_from_outside_is_looked_at_there(of):
 
 @pytest.mark.parametrize("name", sorted(MADE_FOR_EACH))
 def test_what_is_made_alike_for_each_example_passes_in_silence(name, silent):
-    assert_equals_one_batch(lambda x: MADE_FOR_EACH[name](x), (X,), 2)
+    assert_equals_one_batch(MADE_FOR_EACH[name], (X,), 2)
 
 
 def test_a_loss_that_is_chosen_later_is_looked_at_when_it_is(silent):

@@ -236,15 +236,17 @@ class _Question:
         leaves = self._weight.leaves_of(tensor.op)
         if leaves:
             return tensor.shape.num_elements() == 1 and None not in leaves and self._stands_for_weight(tensor)
-        is_number = self._is_over_batch(tensor)
-        self._counts.update([end_of(tensor)] if is_number else [])
-        return is_number
+        return self._noted(tensor, self._is_over_batch(tensor))
 
     def _stands_for_weight(self, tensor):
         """Tells whether a number, of rows or a sum, is what the tower's "weight" is."""
-        is_weight = self._weight.counts(tensor)
-        self._counts.update([end_of(tensor)] if is_weight else [])
-        return is_weight
+        return self._noted(tensor, self._weight.counts(tensor))
+
+    def _noted(self, tensor, is_count):
+        """Returns whether a tensor counts examples, and notes it where it does."""
+        if is_count:
+            self._counts.add(end_of(tensor))
+        return is_count
 
     def _from_outside(self, tensor):
         """Returns what a function was given for a tensor that it takes; others as they are."""

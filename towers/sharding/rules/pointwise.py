@@ -52,7 +52,7 @@ def along_rows(node, out_rank=None, positions=None):
     axis = min(places.values())
     kept = [k for k in sharded if places[k] == axis]
     outer = {getattr(node.inputs[k].placement, "outer", 1) for k in kept}
-    if len(outer) > 1 or None in outer and len({_block_of(node.inputs[k].placement) for k in kept}) > 1:
+    if len(outer) > 1 or None in outer and len({dataclasses.replace(node.inputs[k].placement, axis=0) for k in kept}) > 1:
         raise Unfit()
     first = kept[0]
     source = node.inputs[first].placement
@@ -70,10 +70,6 @@ def along_rows(node, out_rank=None, positions=None):
     rows = sorted({node.inputs[k].placement.rows for k in kept}, key=lambda rows: rows.name)[0]
     times = next((node.inputs[k].placement.times for k in kept if getattr(node.inputs[k].placement, "times", None)), None)
     return wants, Shard(axis, rows, times) if outer == 1 else dataclasses.replace(source, axis=axis, rows=rows, times=times)
-
-
-def _block_of(blocks):
-    return blocks.rows, blocks.times
 
 
 def _is_long(value, axis):

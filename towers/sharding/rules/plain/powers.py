@@ -193,10 +193,12 @@ class _Step:
 
     def _is_number_of_others(self):
         """Tells whether a number is computed of the tower's examples, and is none of them, nor of a power of them."""
-        kind, is_computed = self.op.type, isinstance(self.placement, Size) and COMPUTED in self.placement.elements
-        is_cut = kind == "FloorDiv" or kind == "Cast" and self.op.outputs[0].dtype.is_integer
-        is_size = kind in OF_SHAPES and len(self.placement.elements) == 1 if is_computed else False
-        return is_computed and (is_size or is_cut and any(term.power != 0 for term in self.of_inputs[0]))
+        if not isinstance(self.placement, Size) or COMPUTED not in self.placement.elements:
+            return False
+        if self.op.type in OF_SHAPES:
+            return len(self.placement.elements) == 1
+        is_cut = self.op.type == "FloorDiv" or self.op.type == "Cast" and self.op.outputs[0].dtype.is_integer
+        return is_cut and any(term.power != 0 for term in self.of_inputs[0])
 
     def _number(self, k):
         """Returns the number that an input is, a float; None where it is none that is known, or 0."""

@@ -26,7 +26,7 @@ class Weight:
 
     def __init__(self, tensor, graph, given, made, from_outside):
         self._tensor, self._graph, self._given, self._made, self._from_outside = tensor, graph, given, made, from_outside
-        self.leaves = None if tensor is None else self.leaves_of(tensor.op)
+        self._ops, self.leaves = (set(), None) if tensor is None else self._behind(tensor.op)
 
     def leaves_of(self, op):
         """Returns what of the batch the values that an op computes are of, a set of ends; None among them is a variable."""
@@ -34,12 +34,12 @@ class Weight:
 
     def counts(self, tensor):
         """Tells whether a number is of what the weight is of, and nothing is added to the one that the other has not."""
-        if not self.leaves or self.leaves_of(tensor.op) != self.leaves:
+        ops, leaves = self._behind(tensor.op)
+        if not self.leaves or leaves != self.leaves:
             return False
-        mine, others = self._behind(self._tensor.op)[0], self._behind(tensor.op)[0]
         if computes_the_same(self._tensor, tensor):
-            return not any(_adds(op) for op in mine if op.outputs[0].shape.rank == 0)
-        return not any(map(_adds, mine ^ others))
+            return not any(_adds(op) for op in self._ops if op.outputs[0].shape.rank == 0)
+        return not any(map(_adds, self._ops ^ ops))
 
     def _behind(self, op):
         """Returns the operations that an op computes its values of, a set with itself, and the leaves that these take."""
